@@ -108,7 +108,7 @@ def measure_worker(workers: int, tensors: int, rounds: int, *, sharded: bool) ->
         staging = stager.stage(captured, step)
         times.append(time.perf_counter() - begun_at)
     pool.run(staging.copies_now())
-    spans = take_digests(staging.snapshot, pool)
+    spans = take_digests(staging.snapshot, pool)[0]
     index = seal(make_index(staging.snapshot, staging.snapshot.layout, StepName(1, 1), spans))
     return {
         "training_seconds": median(times[1:]),
@@ -187,7 +187,7 @@ def _make_files(
         staging = Stager(HostBuffer()).stage(capture_objects(objects, worker=worker), name.step)
         pool = WorkerPool(1, "planning")
         pool.run(staging.copies_now())
-        spans = take_digests(staging.snapshot, pool)
+        spans = take_digests(staging.snapshot, pool)[0]
         index = seal(make_index(staging.snapshot, staging.snapshot.layout, name, spans))
         data_bytes, index_bytes, index_digest = staging.snapshot.layout.size_bytes, len(index), digest(index)
         (directory / name.directory / index_name(worker.rank, worker.world_size)).write_bytes(index)

@@ -29,15 +29,17 @@ if TYPE_CHECKING:
         epoch_limiter,
     )
     from holdfast.manager import CheckpointManager
-    from holdfast.policies import All, Auto, Best, Epochs, EveryHours, EveryN, Latest, Newer, Seconds, Steps
+    from holdfast.policies import All, Auto, Best, Epochs, EveryHours, EveryN, LastGood, Latest, Newer, Seconds, Steps
     from holdfast.preemption.config import TerminationConfig
     from holdfast.restore.records import Restoration
     from holdfast.save.handle import SaveHandle
     from holdfast.state import RNG, PerWorker, ResumableSampler, Shard, register_codec, register_type
     from holdfast.storage.open import open_storage
+    from holdfast.storage.tiers import Tier, Tiers
     from holdfast.training.backup import Backup
     from holdfast.training.handler import PreemptionCheckpointHandler
-    from holdfast.training.run import Run, resumable
+    from holdfast.training.resumable import resumable
+    from holdfast.training.run import Run
     from holdfast.training.worker_state import WorkerTrainingState
     from holdfast.tree import load, save
 
@@ -56,6 +58,7 @@ __all__ = [
     "EveryN",
     "Job",
     "JobRunner",
+    "LastGood",
     "Latest",
     "LocalSession",
     "MultiNodeCheckpointManager",
@@ -73,6 +76,8 @@ __all__ = [
     "Shard",
     "Steps",
     "TerminationConfig",
+    "Tier",
+    "Tiers",
     "TorchrunSession",
     "UploadTaskGroupBuilder",
     "WorkerTrainingState",
@@ -102,7 +107,7 @@ __all__ = [
 
 _HOMES: Final = {
     **dict.fromkeys(
-        ("All", "Auto", "Best", "Epochs", "EveryHours", "EveryN", "Latest", "Newer", "Seconds", "Steps"),
+        ("All", "Auto", "Best", "Epochs", "EveryHours", "EveryN", "LastGood", "Latest", "Newer", "Seconds", "Steps"),
         "holdfast.policies",
     ),
     "RNG": "holdfast.state",
@@ -124,6 +129,8 @@ _HOMES: Final = {
     "SaveHandle": "holdfast.save.handle",
     "Shard": "holdfast.state",
     "TerminationConfig": "holdfast.preemption.config",
+    "Tier": "holdfast.storage.tiers",
+    "Tiers": "holdfast.storage.tiers",
     "TorchrunSession": "holdfast.jobs",
     "UploadTaskGroupBuilder": "holdfast.jobs",
     "WorkerTrainingState": "holdfast.training.worker_state",
@@ -136,7 +143,7 @@ _HOMES: Final = {
     "open_storage": "holdfast.storage.open",
     "register_codec": "holdfast.state",
     "register_type": "holdfast.state",
-    "resumable": "holdfast.training.run",
+    "resumable": "holdfast.training.resumable",
     "save": "holdfast.tree",
 }
 """By public name, the module that is imported when it is first used: `import holdfast` itself loads nothing."""

@@ -6,6 +6,7 @@
 * `DamageError`: the stored bytes are not those that were written. Fall back to an older step.
 * `NoCheckpointError`: there is nothing to restore. Start from the beginning, or check the directory.
 * `ResumeDiffersError`: a restart did not repeat what was trained before. Find the cause, or allow it.
+* `NotFiniteError`: parameters or optimizer states have nan or an infinity. Go back, or leave out the cause.
 * `SaveFailedError`: an earlier save failed in the background. Continue, or stop.
 * `TaskFailedError`: a task of an epoch job raised. Fix it, and start the job again: it resumes from the last epoch.
 * `NodeLostError`: a node of an epoch job is gone. Start the job again, or let the session replace it.
@@ -168,6 +169,18 @@ class NoWholeCheckpointError(NoCheckpointError):
     def __init__(self, message: str, *, damages: tuple[DamageError, ...], hint: str = "") -> None:
         super().__init__(message, hint=hint)
         self.damages = damages
+
+
+class NotFiniteError(HoldfastError):
+    """Parameters or optimizer states of a committed step have nan or an infinity.
+
+    Attributes:
+        step: The step; or the one to which training has gone back too often.
+    """
+
+    def __init__(self, message: str, *, step: int, hint: str = "") -> None:
+        super().__init__(message, hint=hint)
+        self.step = step
 
 
 class SaveFailedError(HoldfastError):

@@ -18,11 +18,7 @@ from holdfast.advice.rules import Advisor
 from holdfast.advice.watch import follow_epochs
 from holdfast.catalog import StoredRun
 from holdfast.catalog.starts import read_starts
-from holdfast.checkpoint import (
-    Checkpoint,
-    check_order,
-    objects_of,
-)
+from holdfast.checkpoint import Checkpoint, check_order, objects_of
 from holdfast.cluster import Cluster
 from holdfast.cluster.discover import describe_lone_task
 from holdfast.deadlines import DEFAULT_TIMEOUT_SECONDS, LIVENESS_SECONDS
@@ -30,15 +26,8 @@ from holdfast.errors import UsageError
 from holdfast.events import Sink, Skipped, Sums, Warned
 from holdfast.events.sinks import describe_cost
 from holdfast.format.encoding import escape
-from holdfast.format.records import ALONE, Worker
-from holdfast.options import (
-    SaveOptions,
-    check_like,
-    check_metrics,
-    check_notes,
-    check_step,
-    look_into,
-)
+from holdfast.format.records import ALONE, Manifest, Worker
+from holdfast.options import SaveOptions, check_like, check_metrics, check_notes, check_step, look_into
 from holdfast.policies import All, RetentionPolicy, SavePolicy, counts_epochs, learns_failures
 from holdfast.process.pulse import PULSE
 from holdfast.restore.candidates import make_selection
@@ -54,7 +43,9 @@ from holdfast.save.mark import Mark, trace_arrays
 from holdfast.save.prepare import Preparation, RunEvents
 from holdfast.state import Captured, check_objects, list_shared
 from holdfast.storage import Storage, open_storage
+from holdfast.storage.open import nearest_of
 from holdfast.supervise.board import COPY, NONE
+from holdfast.tiering import open_tiers
 from holdfast.tracebacks import short_traceback
 from holdfast.witness.ring import remove_rings
 from holdfast.witness.watch import Witness
@@ -74,9 +65,10 @@ class CheckpointManager:
         restored: The newest complete restore; None before one.
     """
 
-    # For other parts of holdfast. `options` has all but the directory. `participant` is this worker's part in the job;
-    # None if it is alone. `emit` sends an event to the log, the sinks and the journal, from any thread. `lineage` has
-    # the steps of the run. `witness` records what each counted step takes and gives, and compares it after a restart.
+    # For other parts of holdfast. `options` has all but the directory, which `storage` is. `participant` is this
+    # worker's part in the job; None if it is alone. `emit` sends an event to the log, the sinks and the journal, from
+    # any thread. `lineage` has the steps of the run. `witness` records what each counted step takes and gives, and
+    # compares it after a restart.
 
     def __init__(
         self,
@@ -155,21 +147,24 @@ class CheckpointManager:
         check_objects(checkpoint.objects)
         named = objects_of(checkpoint)
         note_script(checkpoint.objects, named.own)
-        self.checkpoint, self._storage = checkpoint, open_storage(directory)
+        self.checkpoint, self.storage = checkpoint, open_storage(directory)
         deadlines = {"liveness_seconds": liveness_seconds, "timeout_seconds": timeout_seconds}
-        catalog, self.participant = open_participant(cluster, partial(look_into, self._storage), **deadlines)
+        catalog, self.participant = open_participant(cluster, partial(look_into, self.storage), **deadlines)
         worker = self.worker
         with explaining(self.participant):
-            self.lineage = Lineage(catalog, self._storage, begins_anew=begin_anew)
+            self.emit = RunEvents(self.storage, options.sinks, worker)
+            catalog, copier = open_tiers(self.storage, catalog, options, self.participant, self.emit)
+            near = nearest_of(self.storage)
+            self.lineage = Lineage(catalog, near, begins_anew=begin_anew)
             if self.participant is not None:
                 is_new = not self.lineage.steps
-                self.participant.start(self._storage, list_shared(checkpoint.objects), is_new=is_new)
-            self.emit = RunEvents(self._storage, options.sinks, worker)
+                self.participant.start(self.storage, list_shared(checkpoint.objects), is_new=is_new)
             if cluster == "auto" and self.participant is None and (text := describe_lone_task(os.environ)):
                 self.emit(Warned(text=text))
             self._failures, self._calls = PendingFailures(failures_allowed), CallGuard(self.url)
-            stager = Stager(HostBuffer(), worker, {} if self.participant is None else self.participant.holders)
-            writer, recycler = make_writer(self._storage, options, self.participant, self.emit)
+            holders = {} if self.participant is None else self.participant.holders
+            stager = Stager(HostBuffer(), worker, holders, named.all)
+            writer, recycler = make_writer(self.storage, options, self.participant, self.emit, copier)
             self._engine = Engine(writer, recycler, stager, worker, options, self._failures, self.emit, self._calls)
             self._make_handle = partial(
                 SaveHandle,
@@ -177,6 +172,7 @@ class CheckpointManager:
                 timeout_seconds=find_wait_seconds(timeout_seconds, worker),
                 mark_raised=self._failures.mark_raised,
                 barrier=self._engine.barrier,
+                wait_tier=None if copier is None else copier.wait,
             )
             # If this is dropped without `close`, its threads go on to know the lock.
             weakref.finalize(self, recycler.lock.release).atexit = False
@@ -184,18 +180,18 @@ class CheckpointManager:
             # Called when this is closed, unless by an error: saves that a loop has still to make.
             self.closing: list[Callable[[], object]] = []
             self._preparation = Preparation(
-                self._storage, recycler.lock, stager, named.all, options, self.emit, worker.is_leader
+                near, recycler.lock, stager, named.all, options, self.emit, worker.is_leader
             )
-            self.witness = Witness(self._storage, worker, self.emit)
+            self.witness = Witness(self.storage, worker, self.emit)
             self.restored: Restoration | None = None
-        if learns_failures(options.save_every) and worker.is_leader and self._storage.location is not None:
-            self.lineage.pace.past = read_starts(self._storage.location)
+        if learns_failures(options.save_every) and worker.is_leader and self.storage.location is not None:
+            self.lineage.pace.past = read_starts(self.storage.location)
         self.follow_epochs(follow_epochs(checkpoint.objects))
 
     @property
     def url(self) -> str:
         """The URL of the run."""
-        return self._storage.url
+        return self.storage.url
 
     @property
     def worker(self) -> Worker:
@@ -240,6 +236,10 @@ class CheckpointManager:
         """The duration of the newest committed save until it was durable, without waits before it; None before one."""
         newest = self._engine.newest
         return None if newest is None else newest.blocked_seconds + newest.durable_seconds
+
+    def follow_nonfinite(self, call: Callable[[Manifest], bool]) -> None:
+        """Called, on the leader, with what hears of steps that are not finite; see `Tidier`."""
+        self._engine.tidier.on_nonfinite = call
 
     def follow_epochs(self, find: Callable[[], int | None]) -> None:
         """Called with what counts the complete epochs, once all is restored, by a loop whose loader is not saved."""
@@ -286,9 +286,6 @@ class CheckpointManager:
             replace: True to save a step again that is already committed. The old checkpoint is removed once the new one
                 is committed; if the old one belongs to an earlier generation, it leaves the current lineage, until it
                 is pruned.
-
-        Returns:
-            The save, to wait for if needed.
 
         Raises:
             StepExistsError: If the step is already committed.
@@ -393,7 +390,7 @@ class CheckpointManager:
         script = note_script(self.checkpoint.objects, objects_of(self.checkpoint).own)
         made_anew = check_like(like)
         restoration = restore_objects(
-            self._storage,
+            self.storage,
             {**objects_of(self.checkpoint).all(), **made_anew},
             made_anew=made_anew.keys(),
             step=None if step is None else check_step(step),
@@ -420,10 +417,11 @@ class CheckpointManager:
             return restoration
         self.restored = restoration
         if restoration.step == start_from:
-            remove_rings(self._storage)  # What lies beyond is not repeated.
+            remove_rings(self.storage)  # What lies beyond is not repeated.
         went_back = lineage.origin.start_from if start_from is None else start_from
         sources = () if step is None else (restoration.name,)
-        origin = Origin(restoration.name, restoration.seen_generation, sources, went_back)
+        exempt = restoration.manifest.exempt
+        origin = Origin(restoration.name, restoration.seen_generation, sources, went_back, exempt)
         self._engine.leave_generation()
         lineage.note_restored(origin, restoration.step)
         self._begin_from(restoration.step)
@@ -450,7 +448,7 @@ class CheckpointManager:
     def steps(self) -> tuple[int, ...]:
         """**Blocks.** Returns the committed steps of the current lineage, oldest first."""
         self._engine.note_call()
-        return tuple(name.step for name in StoredRun(self._storage).look().living)
+        return tuple(name.step for name in StoredRun(self.storage).look().living)
 
     def latest_step(self) -> int | None:
         """**Blocks.** Returns the newest committed step of the current lineage, or None."""
@@ -488,7 +486,7 @@ class CheckpointManager:
     def abandon(self) -> None:
         """Closes without waiting: a save in progress is abandoned, and the program's exit does not wait for it."""
         self._calls.is_closed, self.lineage.in_flight = True, None
-        self._engine.tidier.recycler.abandon()
+        self._engine.tidier.abandon()
         self._failures.abandon()
         if self.participant is not None:
             self.participant.leave()
@@ -510,6 +508,7 @@ class CheckpointManager:
     ) -> None:
         if error is not None:
             self.closing.clear()  # The state may be that of half a step.
+            self._engine.tidier.leave_copies()
         else:
             is_first, has_saved = self.restored is None and len(self.lineage.steps) > 1, self._engine.newest is not None
             assigned = objects_of(self.checkpoint).assigned

@@ -22,7 +22,7 @@ MADE_BY_HOLDFAST: Final = {
 }
 """Classes whose objects users get, and never make: how they are made is not shown."""
 
-STORAGES: Final = {"LocalStorage", "MemoryStorage"}
+STORAGES: Final = {"LocalStorage", "MemoryStorage", "Tiers"}
 """What their methods do is said where `Storage` is shown."""
 
 SESSION: Final = {
@@ -49,7 +49,15 @@ FOR_HOLDFAST: Final[dict[str, set[str]]] = {
     },
     "HoldfastCheckpointIO": {"save_checkpoint", "load_checkpoint", "remove_checkpoint", "teardown"},
     **dict.fromkeys(("StorageWriter", "StorageReader"), DCP),
-    "CheckpointManager": {"mark", "abandon", "check_ready", "describe_cost", "follow_epochs", "wait_until_free"},
+    "CheckpointManager": {
+        "mark",
+        "abandon",
+        "check_ready",
+        "describe_cost",
+        "follow_epochs",
+        "follow_nonfinite",
+        "wait_until_free",
+    },
     "Job": {"freeze", "named_nodes", "stop_outputs", "stop_group", "has_stop_condition"},
     "MultiNodeCheckpointManager": {
         *("is_ready_for", "init", "choose_epoch", "load", "begin_save", "finish_save", "load_blobs", "tidy"),

@@ -29,6 +29,7 @@ from holdfast.events import (
     Leaving,
     LoggingSink,
     NodesTimed,
+    NotFinite,
     NoticeHeard,
     PassedOver,
     PrometheusSink,
@@ -81,6 +82,7 @@ ONE_OF_EACH: list[Event] = [
     NodesTimed(action="checkpoint_save", epoch=3, node_seconds={"a": 0.5, "b": 2.0}, slowest="b"),
     WitnessAgreed(first_step=401, last_step=404, what="data and loss"),
     WitnessDiffers(step=405, what="loss", loader="loader", before=0.5, now=0.25),
+    NotFinite(step=500, generation=3, leaves=12, names=("model/head.weight", "model/head.bias")),
     NoticeHeard(source="signal", text="SIGTERM was sent to process 7", demand="leave", left_seconds=30.0),
     Leaving(step=650, exit_code=42, reason="no time is left"),
     Clocked(

@@ -22,7 +22,7 @@ from holdfast.catalog import StoredRun
 from holdfast.storage import open_storage
 
 HOME = "holdfast.integrations.frameworks."
-KERAS = ("numpy.random", "keras", "holdfast.manager", "holdfast.training.run", f"{HOME}keras.callbacks")
+KERAS = ("numpy.random", "keras", "holdfast.manager", "holdfast.training.resumable", f"{HOME}keras.callbacks")
 TORCH = ("torch", "holdfast.integrations.torch")
 
 

@@ -33,6 +33,7 @@ MODULES = (
     "numpy.random",
     "keras",
     "holdfast.manager",
+    "holdfast.training.resumable",
     "holdfast.training.run",
     "holdfast.integrations.frameworks.keras.callbacks",
 )

@@ -36,6 +36,7 @@ HOLDFAST: Final = (
     "hashlib",
     "numpy.random",
     "holdfast.manager",
+    "holdfast.training.resumable",
     "holdfast.training.run",
     "holdfast.preemption.guard",
     "holdfast.preemption.consensus.coordinator",

@@ -128,7 +128,9 @@ class History:
     def note(self, name: StepName, facts: StepFacts) -> None:
         """Remembers the facts of a committed step."""
         self.known[name] = facts
-        self._candidates[name] = KeptCandidate(name, name.step, facts.committed_at_unix_seconds, facts.metrics)
+        self._candidates[name] = KeptCandidate(
+            name, name.step, facts.committed_at_unix_seconds, facts.metrics, facts.is_finite
+        )
         if facts.references:
             self._referring.add(name)
 

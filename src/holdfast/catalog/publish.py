@@ -20,6 +20,7 @@ from holdfast.format.records import (
     REFERENCES,
     SHARDS,
     Manifest,
+    Nonfinite,
     Reference,
     WorkerRecord,
 )
@@ -33,12 +34,16 @@ class Receipts(msgspec.Struct, frozen=True):
         references: The earlier steps whose bytes were not written again, in order.
         features: The features that a reader must know to read the indexes.
         values: The digest of the values of one worker's loose leaves; see `save/joint/coverage.py`.
+        nonfinite: The leaves that are not finite, of those that training computes; None if that is not known.
+        nonfinite_count: How many there are, if they are not all named.
     """
 
     workers: tuple[WorkerRecord, ...]
     references: tuple[Reference, ...] = ()
     features: tuple[str, ...] = ()
     values: str = ""
+    nonfinite: tuple[str, ...] | None = None
+    nonfinite_count: int = 0
 
     @property
     def size_bytes(self) -> int:
@@ -62,11 +67,13 @@ def commit(
     token: str,
     metrics: Mapping[str, float],
     metadata: Mapping[str, Any],
+    nonfinite: Nonfinite | None = None,
 ) -> Manifest:
     """**Blocks.** Publishes the manifest of a step whose bytes are durable, and checks that it counts.
 
     A crash before the publication leaves debris; after it, a whole checkpoint that has not been reported yet. `token`
-    is that of the generation's opener.
+    is that of the generation's opener;
+    `nonfinite` says what of the state is not finite.
 
     Raises:
         FencedError: If a newer generation was opened: the step may exist, but must not be called committed, because the
@@ -90,6 +97,7 @@ def commit(
         versions={"python": sys.version.split()[0], **{library: _version_of(library) for library in used}},
         features=tuple(sorted(features)),
         references=receipts.references,
+        nonfinite=nonfinite,
     )
     if not run.storage.publish(name.manifest_path, seal(manifest)):
         raise StorageError(

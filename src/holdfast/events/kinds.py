@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 import time
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 import msgspec
+
+_MOST_SHOWN: Final = 3
 
 
 def _kind(class_name: str) -> str:
@@ -145,6 +147,28 @@ class Committed(Event, frozen=True):
             f"{time_text(self.blocked_seconds)}, {time_text(self.background_seconds)} in the background, "
             f"covers {time_text(self.training_saved_seconds)} of training"
         )
+
+
+class Copied(Event, frozen=True):
+    """A step is committed in a farther tier as well; see `holdfast.Tiers`.
+
+    Attributes:
+        step: The step.
+        generation: The generation that saved it.
+        tier: The URL of the tier.
+        background_seconds: How long the copy took, in the background.
+        size_bytes: The size of what this worker has copied.
+    """
+
+    step: int
+    generation: int
+    tier: str
+    background_seconds: float
+    size_bytes: int
+
+    def __str__(self) -> str:
+        seconds = time_text(self.background_seconds)
+        return f"step {self.step} is in {self.tier} as well: {size_text(self.size_bytes)}, {seconds} in the background"
 
 
 class Restored(Event, frozen=True):
@@ -458,6 +482,32 @@ class NoticeHeard(Event, frozen=True):
         return f"{self.text}{left}{then}"
 
 
+class NotFinite(Event, frozen=True):
+    """A step was committed whose parameters or optimizer states have nan or an infinity.
+
+    Attributes:
+        step: The step.
+        generation: The generation that saved it.
+        leaves: How many leaves.
+        names: The first of them.
+        is_exempt: True if this is the run's first checkpoint: these leaves are not counted later.
+        is_raised: True if an error says it as well.
+    """
+
+    step: int
+    generation: int
+    leaves: int
+    names: tuple[str, ...] = ()
+    is_exempt: bool = False
+    is_raised: bool = False
+
+    def __str__(self) -> str:
+        shown = self.names[:_MOST_SHOWN]
+        more = f" and {self.leaves - len(shown)} more" if self.leaves > len(shown) else ""
+        then = "; these are not looked at in later steps" if self.is_exempt else ""
+        return f"step {self.step} is not finite: nan or infinity in {', '.join(shown)}{more}{then}"
+
+
 class Leaving(Event, frozen=True):
     """The process exits, as it was asked to.
 
@@ -486,11 +536,9 @@ class Leaving(Event, frozen=True):
 class Clocked(Event, frozen=True):
     """The time that a start of the run has spent so far, by phases: recorded after each commit, and at its end.
 
-    The sums are those of worker 0, and come to the time from `begun_at_unix_seconds` to `at_unix_seconds`.
-
     Attributes:
-        begun_at_unix_seconds: When the process began; it tells the starts of a run apart.
-        setup_seconds: Imports, and all else before the restore.
+        begun_at_unix_seconds: When the process began. The sums are those of worker 0 since then.
+        setup_seconds: All before the restore, such as imports.
         restore_seconds: The restore.
         train_seconds: Steps, and the program's own code, such as evaluations.
         data_seconds: Waits for data, as far as holdfast sees them.
@@ -515,11 +563,8 @@ class Clocked(Event, frozen=True):
     is_last: bool = False
 
     def __str__(self) -> str:
-        return (
-            f"step {self.step}: {time_text(self.at_unix_seconds - self.begun_at_unix_seconds)} since the start, of "
-            f"which {time_text(self.train_seconds)} training, {time_text(self.data_seconds)} waiting for data, "
-            f"{time_text(self.save_seconds)} stopped by saves"
-        )
+        whole, train = self.at_unix_seconds - self.begun_at_unix_seconds, self.train_seconds
+        return f"step {self.step}: {time_text(train)} of training in the {time_text(whole)} since the start"
 
 
 AnyEvent: TypeAlias = (
@@ -541,6 +586,7 @@ AnyEvent: TypeAlias = (
     | GroupEnded
     | NodesTimed
     | NoticeHeard
+    | NotFinite
     | Leaving
     | Clocked
 )

@@ -27,6 +27,7 @@ from holdfast.events.kinds import (
     GenerationOpened,
     Held,
     Leaving,
+    NotFinite,
     NoticeHeard,
     PassedOver,
     Resized,
@@ -75,6 +76,7 @@ _LEVELS: dict[type[Event], int] = {  # Of all others: INFO.
     WitnessDiffers: logging.WARNING,
     NoticeHeard: logging.WARNING,
     Clocked: logging.DEBUG,
+    NotFinite: logging.WARNING,
     Leaving: logging.DEBUG,  # The last line on standard error says it.
 }
 
@@ -94,7 +96,7 @@ class LoggingSink:
         level = _LEVELS.get(type(event), logging.INFO)
         if isinstance(event, Warned) and event.is_error:
             level = logging.ERROR
-        elif isinstance(event, WitnessDiffers | Failed) and event.is_raised:
+        elif isinstance(event, WitnessDiffers | Failed | NotFinite) and event.is_raised:
             level = logging.DEBUG
         elif isinstance(event, Failed) and event.stage == "retain":
             level = logging.WARNING  # No step is lost.

@@ -8,7 +8,7 @@ back. The appearance of a manifest commits a step.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Final, Literal
 
 import msgspec
@@ -88,6 +88,38 @@ class Reference(msgspec.Struct, frozen=True):
         return StepName(self.step, self.generation, self.attempt)
 
 
+NAMED_NONFINITE: Final = 8
+"""So many leaves that are not finite a manifest names."""
+
+MAX_EXEMPT: Final = 1000
+"""So many leaves are exempt at most."""
+
+
+class Nonfinite(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The parameters and optimizer states of a checkpoint that are not finite.
+
+    Attributes:
+        leaves: How many leaves have nan or an infinity.
+        names: The first of them.
+        exempt: Those that are not counted, because they were not finite in the run's first checkpoint.
+    """
+
+    leaves: Annotated[int, msgspec.Meta(ge=0)] = 0
+    names: Annotated[tuple[str, ...], msgspec.Meta(max_length=NAMED_NONFINITE)] = ()
+    exempt: Annotated[tuple[str, ...], msgspec.Meta(max_length=MAX_EXEMPT)] = ()
+
+    @classmethod
+    def of(cls, found: Sequence[str], count: int, exempt: Collection[str] | None) -> Nonfinite:
+        """**Pure.** Returns the record of a checkpoint in which these leaves are not finite, and at least `count`.
+
+        Those that were not in the run's first checkpoint are `exempt`; None if this is the first one.
+        """
+        if exempt is None:
+            return cls(exempt=tuple(sorted(found)[:MAX_EXEMPT]))
+        bad = sorted(set(found).difference(exempt))
+        return cls(max(len(bad), count) if bad else 0, tuple(bad[:NAMED_NONFINITE]), tuple(sorted(exempt)))
+
+
 class Manifest(SealedRecord, frozen=True, omit_defaults=True):
     """One committed step.
 
@@ -103,6 +135,7 @@ class Manifest(SealedRecord, frozen=True, omit_defaults=True):
         versions: The software that wrote it.
         features: The features beyond version 1 that a reader must know to read the step correctly.
         references: The earlier steps whose directories it needs, in order; left out if there are none.
+        nonfinite: The parameters and optimizer states that are not finite; None if that is not known.
     """
 
     kind: ClassVar[str] = "manifest"
@@ -119,6 +152,12 @@ class Manifest(SealedRecord, frozen=True, omit_defaults=True):
     # A factory's value is written also where it is empty: every manifest has this field.
     features: tuple[str, ...] = msgspec.field(default_factory=lambda: ())
     references: tuple[Reference, ...] = ()
+    nonfinite: Nonfinite | None = None
+
+    @property
+    def exempt(self) -> frozenset[str] | None:
+        """The leaves that were not finite in the run's first checkpoint; None if that is not known."""
+        return None if self.nonfinite is None else frozenset(self.nonfinite.exempt)
 
     @property
     def name(self) -> StepName:
@@ -150,7 +189,8 @@ class Manifest(SealedRecord, frozen=True, omit_defaults=True):
         """The part of it by which retention judges."""
         size_bytes = sum(worker.data_bytes + worker.index_bytes for worker in self.workers)
         references = tuple((one.step, one.generation, one.attempt) for one in self.references)
-        return StepFacts(self.committed_at_unix_seconds, size_bytes, self.metrics, references)
+        is_finite = self.nonfinite is None or not self.nonfinite.leaves
+        return StepFacts(self.committed_at_unix_seconds, size_bytes, self.metrics, references, is_finite)
 
 
 MAX_LATE_METRICS: Final = 100
@@ -388,12 +428,14 @@ class StepFacts(msgspec.Struct, frozen=True, array_like=True):
         size_bytes: The size of its data files and indexes.
         metrics: The metrics of that step.
         references: The step, generation and attempt of each step that it needs besides its own.
+        is_finite: False if parameters or optimizer states have nan or an infinity.
     """
 
     committed_at_unix_seconds: float
     size_bytes: Size
     metrics: dict[str, float]
     references: tuple[tuple[StepNumber, GenerationNumber, AttemptNumber], ...] = ()
+    is_finite: bool = True
 
     @property
     def refers_to(self) -> tuple[StepName, ...]:

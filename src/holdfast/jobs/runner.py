@@ -21,7 +21,7 @@ from holdfast.jobs.upload import UploadTaskGroupBuilder
 from holdfast.numbers import check_whole
 from holdfast.options import check_step
 from holdfast.preemption.config import TerminationConfig, make_termination
-from holdfast.preemption.guard import EpochGuard
+from holdfast.preemption.epoch_guard import EpochGuard
 from holdfast.save.handle import SaveHandle
 from holdfast.save.joint.participant import JointParticipant
 from holdfast.save.mark import Mark

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import ClassVar, Generic, Literal, Protocol, TypeVar, runtime_checkable
 
 import msgspec
@@ -23,12 +23,14 @@ class KeptCandidate(msgspec.Struct, Generic[Key], frozen=True):
         step: Its step.
         committed_at_seconds: When it was committed, in seconds since 1970.
         metrics: The metrics that the user reported at that step.
+        is_finite: False if parameters or optimizer states are known to have nan or an infinity.
     """
 
     key: Key
     step: int
     committed_at_seconds: float
     metrics: Mapping[str, float] = msgspec.field(default_factory=dict)
+    is_finite: bool = True
 
 
 @runtime_checkable
@@ -72,8 +74,8 @@ class AnyKeeps(_RetentionPolicy, msgspec.Struct, frozen=True):
             if not isinstance(policy, RetentionPolicy):
                 raise UsageError(
                     f"{policy!r} is not a retention policy",
-                    hint="Combine retention policies (Latest, EveryN, EveryHours, Best, Newer) with each other, "
-                    "and save policies (Steps, Seconds, Auto) with each other.",
+                    hint="Combine retention policies (Latest, LastGood, EveryN, EveryHours, Best, Newer) with each "
+                    "other, and save policies (Steps, Seconds, Auto) with each other.",
                 )
             flat.extend(policy.policies if isinstance(policy, AnyKeeps) else (policy,))
         msgspec.structs.force_setattr(self, "policies", tuple(flat))
@@ -157,6 +159,39 @@ class Best(_RetentionPolicy, msgspec.Struct, frozen=True):
         mode = f", mode={self.mode!r}" if self.mode != "min" else ""
         count = f", n={self.n}" if self.n != 1 else ""
         return f"Best({self.metric!r}{mode}{count})"
+
+
+class LastGood(_RetentionPolicy, msgspec.Struct, frozen=True):
+    """Keeps the `n` newest checkpoints whose parameters and optimizer states are finite.
+
+    With `where`, their metrics must satisfy that too: `LastGood(2, where=lambda metrics: metrics["loss"] < 10)`. A
+    checkpoint that lacks such a metric is not good.
+    """
+
+    n: int = 1
+    where: Callable[[Mapping[str, float]], object] | None = None
+
+    @short_traceback
+    def __post_init__(self) -> None:
+        check_whole("LastGood(n)", self.n, 1)
+        if self.where is not None and not callable(self.where):
+            raise UsageError(
+                f"LastGood(where={self.where!r}): where must be a function of the metrics",
+                hint='For example, where=lambda metrics: metrics["loss"] < 10.',
+            )
+
+    def choose_kept(self, committed: Sequence[KeptCandidate[Key]], now_seconds: float) -> dict[Key, str]:
+        """**Pure.** Returns the `n` newest that are good."""
+        good = [candidate.key for candidate in committed if is_good(self, candidate)]
+        return dict.fromkeys(good[-self.n :], f"among the {self.n} latest good ones")
+
+
+def is_good(policy: LastGood, candidate: KeptCandidate[Key]) -> bool:
+    """**Pure.** Returns True if a checkpoint is finite, and its metrics are as the policy wants them."""
+    try:
+        return candidate.is_finite and (policy.where is None or bool(policy.where(candidate.metrics)))
+    except KeyError:
+        return False
 
 
 class Newer(_RetentionPolicy, msgspec.Struct, frozen=True):
@@ -266,7 +301,8 @@ def plan_retention(
 ) -> RetentionPlan[Key]:
     """**Pure.** Returns what to remove, so that no policy can lose the job.
 
-    The newest checkpoint and the `protected` ones always stay, and so does everything that a kept checkpoint refers to.
+    The newest checkpoint, the newest that is finite and the `protected` ones always stay, and so does everything that a
+    kept checkpoint refers to.
 
     Args:
         policy: The user's policy.
@@ -280,7 +316,11 @@ def plan_retention(
     if len(set(keys)) != len(keys):
         raise UsageError("two of the checkpoints have the same key")
     reasons = dict(policy.choose_kept(committed, now_seconds))
-    for always in (protected, dict.fromkeys(keys[-1:], "the newest")):
+    always_kept = [protected, dict.fromkeys(keys[-1:], "the newest")]
+    if committed and not committed[-1].is_finite:
+        finite = [candidate.key for candidate in committed if candidate.is_finite]
+        always_kept.append(dict.fromkeys(finite[-1:], "the newest that is finite"))
+    for always in always_kept:
         reasons |= {key: f"{why}; {reasons[key]}" if key in reasons else why for key, why in always.items()}
     going = [*(key for key in keys if key not in reasons), *replaced]
     if going and (spared := spare_referred(going, referrers)):
@@ -294,7 +334,14 @@ def count_kept(policy: RetentionPolicy) -> int:
     """**Pure.** Returns how many checkpoints a policy keeps at a time, as far as it has a limit."""
     if isinstance(policy, AnyKeeps):
         return sum(map(count_kept, policy.policies))
-    return policy.n if isinstance(policy, Latest | Best) else 0
+    return policy.n if isinstance(policy, Latest | Best | LastGood) else 0
+
+
+def find_good(policy: RetentionPolicy, committed: Sequence[KeptCandidate[Key]]) -> list[Key]:
+    """**Pure.** Returns the checkpoints that are finite, and good for each `LastGood` of a policy; the newest last."""
+    parts = policy.policies if isinstance(policy, AnyKeeps) else (policy,)
+    wanted = [part for part in parts if isinstance(part, LastGood)] or [LastGood()]
+    return [candidate.key for candidate in committed if all(is_good(part, candidate) for part in wanted)]
 
 
 def absent_metrics(policy: RetentionPolicy, committed: Sequence[KeptCandidate[Key]]) -> tuple[str, ...]:

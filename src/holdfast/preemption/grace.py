@@ -33,7 +33,24 @@ class Action(enum.Enum):
 
     TRAIN = "train on"
     SAVE = "save and train on"
+    OBEY = "do what the program has ordered, and train on"
     LEAVE = "save and leave"
+
+
+class StopOrder(msgspec.Struct, frozen=True):
+    """A request of the program, or because of a step that is not finite, to all workers at one step.
+
+    Attributes:
+        cause: Why, in words.
+        raises: True to end training with an error.
+        step: The step to go back to; None for the newest good one.
+        skipped_batches: How many batches to leave out from there on; None for all that were drawn since.
+    """
+
+    cause: str
+    raises: bool = False
+    step: int | None = None
+    skipped_batches: int | None = None
 
 
 class Plan(msgspec.Struct, frozen=True):
@@ -48,6 +65,7 @@ class Plan(msgspec.Struct, frozen=True):
         by_hand: True if a person at a terminal asked for it, and no other source.
         saves: True if there is time to save, if a save was made since the notice.
         rank: The worker.
+        order: The order of `OBEY`.
     """
 
     action: Action
@@ -58,6 +76,7 @@ class Plan(msgspec.Struct, frozen=True):
     by_hand: bool = False
     saves: bool = True
     rank: int = 0
+    order: StopOrder | None = None
 
 
 class ReceivedNotice(msgspec.Struct, frozen=True):

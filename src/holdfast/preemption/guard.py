@@ -21,9 +21,9 @@ from holdfast.preemption.consensus.error_cause import describe_early_exit, is_ca
 from holdfast.preemption.consensus.single import GuardCalls, SingleConsensus
 from holdfast.preemption.decide import NEXT, GuardState, Turning, Verdict, make_plan
 from holdfast.preemption.final_save import FinalSave, Saves, SavesRun, end_by
-from holdfast.preemption.grace import Action, Outlook, Plan, allow_for_others, decide, is_by_hand
+from holdfast.preemption.grace import Action, Outlook, Plan, StopOrder, allow_for_others, decide, is_by_hand
 from holdfast.preemption.inbox import NoticeInbox
-from holdfast.preemption.progress import LoopProgress, PausedState
+from holdfast.preemption.progress import LoopProgress, PausedState, StandingOrder
 from holdfast.preemption.sources.asked import Asked, Condition
 from holdfast.preemption.sources.protocol import Demand
 from holdfast.process.latch import Latch, start_thread
@@ -80,6 +80,7 @@ class Guard:
         state: What the training thread does.
         is_tentative: True if the loop is the user's own: between two steps it is not known whether another one comes.
         provisional: The step that was saved in a pause, if that save may be incomplete; else None.
+        orders: What all workers are to do at the next stop step.
         yields: True if notices are left to the guard of another manager in the same thread, if there is one.
     """
 
@@ -114,6 +115,7 @@ class Guard:
         self._consensus = consensus
         self._progress = LoopProgress()
         self._final_save = FinalSave(manager, config, keep, self.inbox, consensus, self._progress, self._look)
+        self.orders = StandingOrder()
         self._pause: PausedState | None = None
         # Guards `_pause`. This guard's thread holds it while it saves in a pause, so that training does not go on then.
         self._lock = threading.Lock()
@@ -166,6 +168,11 @@ class Guard:
     def has_left(self) -> bool:
         """True if it ends the program, or a person has ended it by a second Ctrl-C."""
         return self.leaving or self.inbox.gave_up
+
+    def order(self, order: StopOrder) -> None:
+        """**Thread-safe.** Lets all workers do something at the next step at which all can; the first order counts."""
+        self.orders.pending = self.orders.pending or order
+        self.inbox.ring()
 
     @property
     def is_paused(self) -> bool:
@@ -220,7 +227,7 @@ class Guard:
             ClusterError: If the others cannot be reached, and the workers must agree on a step to save at.
         """
         self._progress.measure(step)
-        is_asked = self.inbox.alarmed and not self._is_outranked()
+        is_asked = self.orders.pending is not None or (self.inbox.alarmed and not self._is_outranked())
         if not self._consensus.begin_step(step, is_asked=is_asked, is_tentative=self.is_tentative):
             self._final_save.arguments, self._final_save.options = arguments, options
             self._settle(step)
@@ -306,6 +313,12 @@ class Guard:
             elif verdict.action is Action.LEAVE:
                 self._leave_at_stop(step, verdict)
                 self.provisional = self._consensus.end_round(self.provisional)
+            elif verdict.action is Action.OBEY and verdict.plan is not None and verdict.plan.order is not None:
+                step = self.orders.obey(verdict.plan.order, step)
+                self.orders.pending = self.provisional = None
+                self._progress.rewind(step)
+                self._consensus.rewind(step)
+                self._consensus.end_round(None)
             elif verdict.objection:
                 if not self._is_to_leave():
                     hint = "Start the job again: it resumes from the newest checkpoint."
@@ -327,11 +340,14 @@ class Guard:
         raise error
 
     def _make_plan(self, *, is_paused: bool = False) -> Plan | None:
-        """Returns what the notices of this worker ask for; None for nothing."""
-        if not self.inbox.alarmed or self._is_outranked():
-            return None
-        pending, is_left_out = self.inbox.pending, self._progress.is_left_out and not is_paused
-        return make_plan(self._look(is_paused=is_paused), pending, is_over=self._is_over, is_left_out=is_left_out)
+        """Returns what the notices of this worker, or an order, ask for; None for nothing. An exit comes first."""
+        plan, order = None, self.orders.pending
+        if self.inbox.alarmed and not self._is_outranked():
+            pending, is_left_out = self.inbox.pending, self._progress.is_left_out and not is_paused
+            look = self._look(is_paused=is_paused)
+            plan = make_plan(look, pending, is_over=self._is_over, is_left_out=is_left_out)
+        is_first = order is not None and not self._is_over and (plan is None or plan.action is not Action.LEAVE)
+        return Plan(Action.OBEY, order.cause, order=order) if is_first and order is not None else plan
 
     def _find_condition(self) -> Condition:
         progress, pending = self._progress, [each.notice for each in self.inbox.pending]
@@ -475,7 +491,8 @@ class Guard:
                 self._attend()
 
     def _is_alert(self) -> bool:
-        return self.inbox.alarmed or self._consensus.is_alarmed or self._consensus.failures.error is not None
+        is_asked = self.inbox.alarmed or self.orders.pending is not None
+        return is_asked or self._consensus.is_alarmed or self._consensus.failures.error is not None
 
     def _attend(self) -> None:
         """Does what is to be done while the training thread does not ask."""
@@ -543,52 +560,6 @@ class Guard:
         """Warns once that a step does not end: an incomplete step cannot be saved."""
         if text := self._progress.find_lateness(self.inbox.pending, self.inbox.demand().left_seconds):
             self._manager.emit(Warned(text=text, step=self._progress.step))
-
-
-class EpochGuard(Guard):
-    """Exits as soon as the save in progress has ended, even in the middle of an epoch: that epoch is trained again.
-
-    If another run or handler handles notices in the same thread, that one exits, and this guard does nothing.
-    """
-
-    yields = True
-
-    def __init__(
-        self,
-        manager: Saves,
-        config: TerminationConfig,
-        keep: Callable[[int], SaveHandle | None],
-        name: Callable[[int], str],
-        note_exit: Callable[[SystemExit], object],
-    ) -> None:
-        """Stores its arguments, as `Guard` does.
-
-        Args:
-            manager: As there.
-            config: As there.
-            keep: As there.
-            name: Returns the name of a step, for people.
-            note_exit: Called with the exit that is about to end this worker.
-        """
-        super().__init__(manager, config, keep, SingleConsensus())
-        self._note_exit = note_exit
-        self._final_save.name = name
-        self._final_save.nothing = "no epoch is saved yet, and the one in progress will be trained again"
-
-    def hold(self) -> None:
-        """Called when the training thread saves, and no other thread may do so. Ctrl-C has its usual effect."""
-        self.begin_steps()
-        self.inbox.patient = False
-
-    def _leave(self, *arguments: Any, **options: Any) -> None:
-        try:
-            super()._leave(*arguments, **options)
-        except SystemExit as leaving:
-            self._note_exit(leaving)
-            raise
-
-    def _warn_if_late(self) -> None:
-        """Does nothing: a save may take long, and so may a batch."""
 
 
 # The open guards of this process, and of those that it was forked from: the process and the thread of each.

@@ -10,8 +10,8 @@ from typing import Final
 
 import msgspec
 
-from holdfast.errors import HoldfastError, SaveFailedError, StepExistsError
-from holdfast.preemption.grace import MARGIN_SECONDS, Outlook, ReceivedNotice, find_lateness
+from holdfast.errors import HoldfastError, SaveFailedError, StepExistsError, UsageError
+from holdfast.preemption.grace import MARGIN_SECONDS, Outlook, ReceivedNotice, StopOrder, find_lateness
 from holdfast.preemption.sources.protocol import Demand
 from holdfast.save.handle import SaveHandle
 from holdfast.save.mark import Mark
@@ -20,6 +20,24 @@ ATTEMPTS: Final = 2
 """How often the last save is attempted: a first failure may have been a temporary one of the storage."""
 
 _RECENT_STEPS: Final = 16
+
+
+class StandingOrder:
+    """The order to all workers, for the next step at which all can stop.
+
+    Attributes:
+        pending: The order; None for none.
+        obey: Carries it out in the training thread, all of whose steps are complete; returns the step from which
+            training continues.
+    """
+
+    def __init__(self) -> None:
+        self.pending: StopOrder | None = None
+        self.obey: Callable[[StopOrder, int], int] = _refuse
+
+
+def _refuse(order: StopOrder, step: int) -> int:
+    raise UsageError(f"{order.cause}: only a run that is entered can go back")
 
 
 class LoopProgress:
@@ -50,6 +68,11 @@ class LoopProgress:
         if self.passed_at is not None and step > self.step:
             self._step_seconds.append((now - self.passed_at) / (step - self.step))
         self.passed_at, self.step, self.is_left_out = now, step, False
+
+    def rewind(self, step: int) -> None:
+        """Called when training has gone back to a step, which is saved."""
+        self.step = self.safe_step = step
+        self.early, self.early_step, self.passed_at = None, None, None
 
     def note_early(self, step: int | None, demand: Demand, saved: SaveHandle | None) -> None:
         """Records a save that was begun for that demand, to train on; None if it cannot be waited for."""

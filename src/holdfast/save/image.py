@@ -22,6 +22,7 @@ from holdfast.process.worker_pool import WorkerPool
 from holdfast.save.copy_plan import PART_BYTES, Copy, Job, Move, plan_copies
 from holdfast.save.host_memory import HostBuffer
 from holdfast.state import CaptureCache, Captured, check_capture
+from holdfast.state.finite import FloatTable, list_trained
 from holdfast.state.leaves import ArrayBackend, ArraySpec, DeviceCopier, Transfer, aliases_of
 from holdfast.storage.buffers import batches
 
@@ -128,12 +129,14 @@ class Snapshot(msgspec.Struct, frozen=True):
         image: The data file's bytes, padded with zeros to whole blocks.
         state: What was captured, without the arrays and their descriptions.
         copied: Up to where the image is complete.
+        floats: The numbers in it that training computes.
     """
 
     layout: Layout
     image: memoryview
     state: Captured
     copied: CopyProgress
+    floats: FloatTable
 
 
 class Stager:
@@ -148,11 +151,18 @@ class Stager:
     """
 
     def __init__(
-        self, buffer: HostBuffer, worker: Worker = ALONE, holders: Mapping[str, Sequence[int]] | None = None
+        self,
+        buffer: HostBuffer,
+        worker: Worker = ALONE,
+        holders: Mapping[str, Sequence[int]] | None = None,
+        list_objects: Callable[[], Mapping[str, object]] = dict,
     ) -> None:
+        """`list_objects` returns the objects that are captured, by name."""
         self.buffer, self.holders, self.captures = buffer, holders or {}, CaptureCache()
-        self._worker = worker
+        self._worker, self._list_objects = worker, list_objects
         self._plan: _LayoutPlan | None = None
+        # What training computes, of these objects.
+        self._trained: tuple[list[object], frozenset[str]] = ([], frozenset())
 
     def check_capture(self, objects: Mapping[str, object], *, anew: bool = False) -> Captured:
         """Raises `UnsupportedValueError` unless the state can be captured; changes nothing.
@@ -164,7 +174,10 @@ class Stager:
     @gc_paused()
     def stage(self, captured: Captured, step: int) -> Staging:
         """Lays the arrays out; copies nothing yet. Raises `UsageError` for more arrays than a header can name."""
-        plan = self._plan = _plan_for(captured, {"format": "holdfast", "step": str(step)}, self._plan)
+        before = self._plan
+        plan = self._plan = _plan_for(captured, {"format": "holdfast", "step": str(step)}, before)
+        if plan is not before:
+            plan.floats = self._list_floats(captured, plan.layout)
         layout = plan.layout
         image = self.buffer.take(round_up(layout.size_bytes))
         image[: len(layout.header)] = layout.header
@@ -179,7 +192,7 @@ class Stager:
         state = msgspec.structs.replace(
             captured, names=[], specs=[], arrays=[], addresses=[], backends=[], held={}, compared=()
         )
-        snapshot = Snapshot(layout, image, state, CopyProgress())
+        snapshot = Snapshot(layout, image, state, CopyProgress(), plan.floats)
         staging = Staging(snapshot, captured, [copy.run for copy in moves.now], [copy.run for copy in moves.later])
         # What is held may be given other memory before it is copied: these keep the memory that it has now.
         staging.kept = dict(zip(held, aliases_of(list(map(captured.arrays.__getitem__, held))), strict=True))
@@ -192,8 +205,16 @@ class Stager:
         staging.snapshot = msgspec.structs.replace(snapshot, copied=CopyProgress(begins))
         return staging
 
+    def _list_floats(self, captured: Captured, layout: Layout) -> FloatTable:
+        objects = self._list_objects()
+        if list(map(id, objects.values())) != list(map(id, self._trained[0])):
+            self._trained = [*objects.values()], list_trained(objects)
+        libraries = dict(zip(captured.names, captured.backends, strict=True))
+        return FloatTable(layout, self._trained[1], libraries, captured.boxes)
+
     def forget(self) -> None:
         """Drops what the next save would use again, and the memory."""
+        self._trained = [], frozenset()
         self._plan = None
         self.buffer.release()
 
@@ -319,6 +340,7 @@ class _LayoutPlan(msgspec.Struct):
     Attributes:
         order: For each array in the order of the file, its position in the columns.
         begins, sizes: Where each begins in the file, and its size in bytes.
+        floats: The numbers that training computes.
         moves: The moves of the last save.
     """
 
@@ -328,6 +350,7 @@ class _LayoutPlan(msgspec.Struct):
     order: list[int]
     begins: list[int]
     sizes: list[int]
+    floats: FloatTable
     moves: _Moves | None = None
 
 
@@ -348,6 +371,7 @@ def _plan_for(captured: Captured, metadata: dict[str, str], plan: _LayoutPlan | 
         [places[place.name] for place in layout.places],
         [place.begin for place in layout.places],
         [place.end - place.begin for place in layout.places],
+        FloatTable(layout, frozenset(), {}, ()),
     )
 
 

@@ -149,17 +149,19 @@ class Incremental:
         `wanted` are the steps that the retention policy will keep anyway.
         """
         whole = snapshot.layout
-        spans = dict(zip((place.name for place in whole.places), take_digests(snapshot, pool), strict=True))
+        digests, nonfinite = take_digests(snapshot, pool)
+        spans = dict(zip((place.name for place in whole.places), digests, strict=True))
         unchanged = find_unchanged(whole.places, list(spans.values()), self._find_held(name, snapshot.state.worker))
         chosen = choose_sources(self._make_offers(unchanged), wanted)
         kept = {leaf: held for leaf, held in unchanged.items() if held.source.name in chosen}
         if not kept:
-            return FilePlan(whole, [Segment(0, len(snapshot.image), 0)], list(spans.values()))
+            return FilePlan(whole, [Segment(0, len(snapshot.image), 0)], list(spans.values()), nonfinite=nonfinite)
         changed = [place for place in whole.places if place.name not in kept]
         arrays = [(place.name, place.dtype, place.shape) for place in changed]
         layout = plan_layout(arrays, {"format": "holdfast", "step": str(name.step)})
         segments = plan_segments(layout, {place.name: place.begin for place in changed})
-        return FilePlan(layout, segments, [spans[place.name] for place in layout.places], *make_references(kept))
+        own_spans = [spans[place.name] for place in layout.places]
+        return FilePlan(layout, segments, own_spans, *make_references(kept), nonfinite)
 
     def note_written(self, index: Index) -> None:
         """Called when a step is written."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 import shutil
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 import msgspec
 
@@ -16,11 +16,11 @@ from holdfast.catalog import Catalog, StoredRun, describe_lost
 from holdfast.catalog.deletion import FileRecycler, sweep
 from holdfast.catalog.summary import FEW, Summarizer
 from holdfast.errors import FencedError, HoldfastError
-from holdfast.events import Failed, Retained, Sink, Warned
+from holdfast.events import Failed, NotFinite, Retained, Sink, Warned
 from holdfast.events.kinds import size_text
 from holdfast.format.digests import seal
 from holdfast.format.names import StepName
-from holdfast.format.records import Manifest
+from holdfast.format.records import NAMED_NONFINITE, Manifest, Nonfinite
 from holdfast.policies import KeptCandidate, RetentionPolicy, absent_metrics, count_kept, plan_retention
 from holdfast.process.worker_pool import WorkerPool
 from holdfast.save.handle import Origin, PendingFailures, SaveHandle
@@ -29,8 +29,14 @@ from holdfast.save.lineage import CallGuard
 if TYPE_CHECKING:
     from holdfast.save.run_writer import CheckpointWriter
 
+NeededFinder: TypeAlias = Callable[[Sequence[KeptCandidate[StepName]]], Mapping[StepName, str]]
+"""Returns which of some steps must stay, because a farther tier has still to get them, each with the reason."""
+
 _MOST_NAMED: Final = 100
 """So many kept steps are named in the event of retention."""
+
+
+_FINE: Final = (None, Nonfinite())
 
 
 class Cleaning(msgspec.Struct, frozen=True):
@@ -64,13 +70,23 @@ class Retention:
 
     Attributes:
         recycler: Recycles the data file of a removed checkpoint; the owner of this closes it.
+        spared: The steps that stayed at the last clean-up only because a farther tier needs them, oldest first.
     """
 
     def __init__(
-        self, run: StoredRun, keep: RetentionPolicy, token: str, *, incremental: bool, reuse_space: bool
+        self,
+        run: StoredRun,
+        keep: RetentionPolicy,
+        token: str,
+        *,
+        incremental: bool,
+        reuse_space: bool,
+        find_needed: NeededFinder | None = None,
     ) -> None:
-        """`token` identifies the generations that are opened here."""
+        """`token` identifies the generations that are opened here; `find_needed` finds what farther tiers need."""
         self._run, self._keep = run, keep
+        self._find_needed = find_needed
+        self.spared: tuple[StepName, ...] = ()
         self._summarizer = Summarizer(run, token)
         # Whether what older generations had left has been removed, as far as it was there when this one began.
         self._has_swept = False
@@ -129,6 +145,10 @@ class Retention:
         if others := set(catalog.committed).difference(catalog.living, protected):
             own = {name.step for name in catalog.living if name.generation == newest.generation}
             replaced = sorted(name for name in others if name.generation == newest.generation and name.step in own)
+        if self._find_needed is not None and (needed := self._find_needed(candidates)):
+            kept = plan_retention(self._keep, candidates, protected, time.time(), referrers).keep
+            self.spared = tuple(sorted(name for name in needed if name not in kept))
+            protected = {**needed, **protected}
         plan = plan_retention(self._keep, candidates, protected, time.time(), referrers, replaced)
         newest_bytes = max(worker.data_bytes for worker in manifest.workers) if manifest else 0
         if manifest is not None:
@@ -193,6 +213,26 @@ class Retention:
             kept_bytes,
             shortage,
         )
+
+    def remove_spared(self) -> StepName | None:
+        """**Blocks.** Removes the oldest step that stays only because a farther tier needs it, and returns it; None if
+        there is none.
+
+        The newest never is one, nor a step to which another one refers.
+        """
+        catalog, history = self._run.look(), self._run.history
+        referrers = history.referrers((*catalog.committed, *catalog.lost))
+        referred = {name for referrer in referrers for name in referrer.refers_to}
+        for name in self.spared:
+            if name not in catalog.committed or name in referred or catalog.newest in (None, name):
+                continue
+            self.spared = tuple(other for other in self.spared if other != name)
+            generation = max(history.opened, default=0)
+            if history.summary is not None and not self._summarizer.release((name,), catalog, generation):
+                continue
+            if self._remove([name], StepName(name.step, generation), 0, []):
+                return name
+        return None
 
     def _find_shortage(self, size_bytes: int, present: int, protected: int) -> str:
         """Returns how many checkpoints of that size the disk has room for, if these are too few; empty otherwise.
@@ -259,6 +299,10 @@ class Tidier:
 
     At most one save is cleaned up after at a time. The engine's thread calls `follow` and `wait`; the training thread
     the others, while no save is in progress.
+
+    Attributes:
+        recycler: Keeps the file of a removed checkpoint for the next save.
+        on_nonfinite: Called with the manifest of a step that is not finite; returns True if an error will say so.
     """
 
     def __init__(
@@ -270,11 +314,12 @@ class Tidier:
         calls: CallGuard,
     ) -> None:
         """`recycler` may keep a file of a removed checkpoint until `join`."""
-        self.recycler = recycler
+        self.recycler, self.copier = recycler, writer.copier
         self._writer, self._failures, self._emit, self._calls = writer, failures, emit, calls
         self._thread = WorkerPool(1, "holdfast-tidier")
         # The save before, while it may still be cleaned up after.
         self._before: SaveHandle | None = None
+        self.on_nonfinite: Callable[[Manifest], bool] = lambda _: False
         # The warnings so far: retention meets with the same again after each save.
         self._warned: set[str] = set()
 
@@ -320,10 +365,22 @@ class Tidier:
     def join(self, timeout_seconds: float) -> None:
         """**Blocks.** Waits that long for the thread to end, and frees the disk."""
         self._thread.join(timeout_seconds)
+        if self.copier is not None:
+            self.copier.close(timeout_seconds)
         try:
             self.recycler.close()
         except HoldfastError as error:
             self._emit(Warned(text=f"a recycled file that was kept for the next save is still on the disk: {error}"))
+
+    def abandon(self) -> None:
+        """Leaves the disk as it is, as a crash does, and waits for nothing."""
+        self.recycler.abandon()
+        self.leave_copies()
+
+    def leave_copies(self) -> None:
+        """Copies nothing more into farther tiers: the next start goes on with it."""
+        if self.copier is not None:
+            self.copier.abandon()
 
     def _do(self, work: Callable[[], object]) -> None:
         if self._thread.start():
@@ -335,10 +392,31 @@ class Tidier:
         handle.request.server = threading.get_ident()
         self._calls.serving.add(handle.request.server)
         try:
+            if manifest.nonfinite not in _FINE:
+                self._note_nonfinite(manifest)
             self.retain(manifest.name, handle.request.origin, manifest)
         finally:
             self._calls.serving.discard(threading.get_ident())
             self._failures.note_ended(handle)
+
+    def _note_nonfinite(self, manifest: Manifest) -> None:
+        found = manifest.nonfinite
+        assert found is not None, "it was looked at"
+        is_exempt, names = not found.leaves, found.names or found.exempt[:NAMED_NONFINITE]
+        if is_exempt and repr(found.exempt) in self._warned:
+            return  # That was said at the first of them.
+        self._warned.add(repr(found.exempt))
+        is_raised = not is_exempt and self.on_nonfinite(manifest)
+        self._emit(
+            NotFinite(
+                step=manifest.step,
+                generation=manifest.generation,
+                leaves=found.leaves or len(found.exempt),
+                names=names,
+                is_exempt=is_exempt,
+                is_raised=is_raised,
+            )
+        )
 
     def retain(self, name: StepName, origin: Origin, manifest: Manifest | None) -> None:
         """**Blocks.** Removes checkpoints that are not kept after a commit. A failure is only reported.

@@ -35,7 +35,7 @@ from holdfast.process.worker_pool import WorkerPool
 from holdfast.save.image import Snapshot
 from holdfast.storage.buffers import batches
 from holdfast.storage.checks import choose_piece_bytes
-from holdfast.storage.digesting import digest_parts
+from holdfast.storage.digesting import LOOKED_THROUGH, NONFINITE, MarkedParts, digest_parts
 from holdfast.storage.protocol import PIECE_BYTES, Storage
 
 _MOST_PIECES: Final = 4
@@ -86,6 +86,7 @@ class FilePlan(msgspec.Struct, frozen=True):
         spans: For each array, the digests of its spans; None to take them while they are written.
         sources: The files of earlier steps that have the other arrays.
         referred: The records of these arrays.
+        nonfinite: The leaves that are not finite, as far as they were found before.
     """
 
     layout: Layout
@@ -93,6 +94,7 @@ class FilePlan(msgspec.Struct, frozen=True):
     spans: Sequence[str] | None = None
     sources: tuple[Source, ...] = ()
     referred: tuple[ReferredRecord, ...] = ()
+    nonfinite: tuple[str, ...] = ()
 
 
 class StepFiles:
@@ -126,6 +128,7 @@ class StepFiles:
         path = f"{name.directory}/{data_name(worker.rank, worker.world_size)}"
         self._writer = storage.create(path, self._plan.layout.size_bytes)
         self._digests: list[str] = []
+        self._marks = bytearray()
         self._scratches: queue.SimpleQueue[mmap.mmap] = queue.SimpleQueue()
         self._scratch_bytes = 0
         self._pieces = self._list_pieces()
@@ -143,6 +146,10 @@ class StepFiles:
         index = make_index(self._snapshot, plan.layout, self._name, spans, plan.sources, plan.referred)
         # Before the data are durable: an upload goes on meanwhile. Neither counts without the manifest.
         receipts = write_index(index, self._storage, self._name.directory, self._snapshot.state.loose)
+        nonfinite = plan.nonfinite
+        if NONFINITE in self._marks:
+            nonfinite = self._snapshot.floats.find_nonfinite(self._marks)
+        receipts = msgspec.structs.replace(receipts, nonfinite=nonfinite)
         self._writer.finish()
         if self._note_index is not None:
             self._note_index(index)
@@ -165,6 +172,7 @@ class StepFiles:
         spans = _list_spans(layout) if self._plan.spans is None else []
         begins = [span[0] for span in spans]
         self._digests = [""] * len(spans)
+        self._marks = bytearray(self._snapshot.floats.marks if spans else b"")
         padded_bytes = round_up(layout.size_bytes)
         self._scratch_bytes = min(piece_bytes, padded_bytes)
         begin = first = ahead = 0
@@ -187,7 +195,8 @@ class StepFiles:
         image = self._snapshot.image
         # The last of the spans that begin here may end beyond.
         self._snapshot.copied.wait(max([end, *(span[1] for span in spans[-1:])]))
-        parts = [image[span_begin:span_end] for span_begin, span_end in spans]
+        parts = MarkedParts([image[span_begin:span_end] for span_begin, span_end in spans])
+        parts.marks = self._marks[first : first + len(spans)]
         image_begin = -1
         if segments and segments[0].begin <= begin and end <= segments[0].end:
             image_begin = segments[0].image_begin + begin - segments[0].begin
@@ -204,6 +213,9 @@ class StepFiles:
             finally:
                 self._scratches.put(scratch)
         self._digests[first : first + len(digests)] = digests
+        if parts.marks.strip(LOOKED_THROUGH):
+            parts.look_through()
+        self._marks[first : first + len(spans)] = parts.marks
 
     def _gather(self, scratch: mmap.mmap, begin: int, end: int, segments: Sequence[Segment]) -> None:
         layout = self._plan.layout
@@ -249,18 +261,26 @@ def write_index(index: Index, storage: Storage, directory: str, loose: Collectio
     )
 
 
-def take_digests(snapshot: Snapshot, pool: WorkerPool) -> list[str]:
-    """**Blocks.** Returns for each array, in the order of the image, the digests of its spans; all must be copied."""
-    spans = _list_spans(snapshot.layout)
+def take_digests(snapshot: Snapshot, pool: WorkerPool) -> tuple[list[str], tuple[str, ...]]:
+    """**Blocks.** Returns for each array, in the order of the image, the digests of its spans; all must be copied.
+
+    And the leaves that are not finite.
+    """
+    spans, marks = _list_spans(snapshot.layout), bytearray(snapshot.floats.marks)
     digests = [""] * len(spans)
 
     def take(numbers: list[int]) -> None:
-        parts = [snapshot.image[begin:end] for begin, end in spans[numbers[0] : numbers[-1] + 1]]
-        digests[numbers[0] : numbers[-1] + 1] = digest_parts(parts)
+        some = slice(numbers[0], numbers[-1] + 1)
+        parts = MarkedParts([snapshot.image[begin:end] for begin, end in spans[some]])
+        parts.marks = marks[some]
+        digests[some] = digest_parts(parts)
+        if parts.marks.strip(LOOKED_THROUGH):
+            parts.look_through()
+        marks[some] = parts.marks
 
     each = batches(range(len(spans)), lambda number: spans[number][1] - spans[number][0], PIECE_BYTES)
     pool.run(partial(take, numbers) for numbers in each)
-    return list(_join_digests(snapshot.layout, digests))
+    return list(_join_digests(snapshot.layout, digests)), snapshot.floats.find_nonfinite(marks)
 
 
 def _list_spans(layout: Layout) -> list[tuple[int, int]]:

@@ -11,7 +11,7 @@ arrays are copied after `state_of` has returned and before the capture is over, 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
@@ -367,6 +367,13 @@ class Adapter:
     def oversights_of(self, obj: Any) -> Oversights:
         """Returns what a restart is likely to lack although the object is saved."""
         return Oversights()
+
+    def list_trained(self, obj: Any) -> Iterable[str]:
+        """Returns the parts of the state that training computes: parameters, and the state of optimizers.
+
+        Each is a name below the object's path, escaped, and includes all that is below it; `""` is the whole state.
+        """
+        return ()
 
     def layout_of(self, obj: Any) -> LoadNeeds | None:
         """Returns what a load must find in an object; None if that is not known, or the object has no names."""

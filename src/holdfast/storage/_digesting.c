@@ -19,6 +19,9 @@
 /* A digest is that many hexadecimal characters. */
 enum { BITE = 256 << 10, PAGE = 4096, DIGEST = 32 };
 
+/* How numbers are stored, as `FLOAT_MARKS` in digesting.py names it; and what takes its place where one is not finite. */
+enum { OTHER, F16, BF16, F32, F64, NONFINITE = 128 };
+
 /* xxHash's public interface, as far as it is used here. */
 typedef struct {
     uint64_t low, high;
@@ -31,6 +34,43 @@ typedef struct {
     int (*update)(void *state, const void *data, size_t size);
     Hash (*result)(const void *state);
 } Hasher;
+
+/* Whether one of the numbers has all bits of its exponent set. They are looked at as integers, wherever they begin; and
+   so many at a time that compilers use vectors. */
+#define ANY_PLACE __attribute__((may_alias, aligned(1)))
+#define DEFINE_HAS_NONFINITE(name, type, mask)                                                   \
+    static int name(const char *data, size_t size) {                                             \
+        typedef type ANY_PLACE number;                                                           \
+        enum { TOGETHER = 1024 };                                                                \
+        const number *numbers = (const number *)data;                                            \
+        size_t count = size / sizeof(type);                                                      \
+        for (; count >= TOGETHER; count -= TOGETHER, numbers += TOGETHER) {                      \
+            type found = 0;                                                                      \
+            for (int place = 0; place < TOGETHER; place++)                                       \
+                found |= (type)((numbers[place] & (type)(mask)) == (type)(mask));                \
+            if (found)                                                                           \
+                return 1;                                                                        \
+        }                                                                                        \
+        for (size_t place = 0; place < count; place++)                                           \
+            if ((numbers[place] & (type)(mask)) == (type)(mask))                                 \
+                return 1;                                                                        \
+        return 0;                                                                                \
+    }
+
+DEFINE_HAS_NONFINITE(has_nonfinite_f16, uint16_t, 0x7c00)
+DEFINE_HAS_NONFINITE(has_nonfinite_bf16, uint16_t, 0x7f80)
+DEFINE_HAS_NONFINITE(has_nonfinite_f32, uint32_t, 0x7f800000)
+DEFINE_HAS_NONFINITE(has_nonfinite_f64, uint64_t, 0x7ff0000000000000)
+
+static int has_nonfinite(unsigned char kind, const char *data, size_t size) {
+    switch (kind) {
+    case F16: return has_nonfinite_f16(data, size);
+    case BF16: return has_nonfinite_bf16(data, size);
+    case F32: return has_nonfinite_f32(data, size);
+    case F64: return has_nonfinite_f64(data, size);
+    default: return 0;
+    }
+}
 
 static void write_number(char *to, uint64_t number) {
     for (int place = DIGEST / 2 - 1; place >= 0; place--, number >>= 4)
@@ -114,9 +154,11 @@ static Py_ssize_t fill(Source *source, int64_t offset, char *to, Py_ssize_t size
     return filled;
 }
 
+/* `marks` has a byte for each that is digested by `digest_place`, if it is there. */
 typedef struct {
     Py_buffer *parts;
     Py_ssize_t count;
+    unsigned char *marks;
 } Places;
 
 /* How many places were filled, and in `end` where in the file that came to its end; -1 and errno where it failed. */
@@ -180,6 +222,7 @@ static int hold(PyObject *sequence, int flags, Places *places) {
     if (count < 0)
         return -1;
     places->count = 0;
+    places->marks = NULL;
     places->parts = PyMem_Malloc((size_t)count * sizeof(Py_buffer) + 1);
     if (places->parts == NULL) {
         PyErr_NoMemory();
@@ -195,6 +238,24 @@ static int hold(PyObject *sequence, int flags, Places *places) {
         }
     }
     return 0;
+}
+
+/* Whether the sequence has marks; -1 and an error where these do not fit. */
+static int hold_marks(PyObject *sequence, Places *places, Py_buffer *marks) {
+    PyObject *found = PyObject_GetAttrString(sequence, "marks");
+    if (found == NULL) {
+        PyErr_Clear();
+        return 0;
+    }
+    int got = PyObject_GetBuffer(found, marks, PyBUF_WRITABLE);
+    Py_DECREF(found);
+    if (got == 0 && marks->len != places->count) {
+        PyBuffer_Release(marks);
+        PyErr_SetString(PyExc_ValueError, "a mark for each place is expected");
+        return -1;
+    }
+    places->marks = got == 0 ? marks->buf : NULL;
+    return got == 0 ? 1 : -1;
 }
 
 /* What is written, by so many bytes at a time; a write that is cut short goes on at the beginning of a page. */
@@ -223,6 +284,28 @@ static int write_piece(const Target *target, int64_t begin, int64_t end) {
     return 0;
 }
 
+/* The digest of a place, and in its mark, if it has one, whether a number there is not finite: all are looked at a little
+   at a time, while they are in the processor's cache. */
+static Hash digest_place(const Places *places, Py_ssize_t place, const Hasher *hasher, void *state) {
+    const Py_buffer *part = &places->parts[place];
+    const char *data = part->buf;
+    size_t size = (size_t)part->len;
+    unsigned char kind = places->marks != NULL ? places->marks[place] : OTHER;
+    int found = 0;
+    hasher->reset(state);
+    if (kind == OTHER)
+        hasher->update(state, data, size);
+    else {
+        for (size_t begin = 0; begin < size; begin += BITE) {
+            size_t bite = size - begin < BITE ? size - begin : BITE;
+            hasher->update(state, data + begin, bite);
+            found |= has_nonfinite(kind, data + begin, bite);
+        }
+        places->marks[place] = found ? NONFINITE : OTHER;
+    }
+    return hasher->result(state);
+}
+
 /* How many places have digests: all; or -1 and errno where a write failed. A place is digested before the piece is
    written in which it begins. */
 static Py_ssize_t write_all(const Target *target, const Places *places, const Hasher *hasher, char *digests) {
@@ -240,9 +323,7 @@ static Py_ssize_t write_all(const Target *target, const Places *places, const Ha
             const Py_buffer *part = &places->parts[place];
             if (end < target->size && (uintptr_t)part->buf >= (uintptr_t)target->data + (uintptr_t)end)
                 break;
-            hasher->reset(state);
-            hasher->update(state, part->buf, (size_t)part->len);
-            write_digest(digests, hasher->result(state));
+            write_digest(digests, digest_place(places, place, hasher, state));
         }
         failed = write_piece(target, begin, end);
         begin = end;
@@ -276,7 +357,7 @@ static PyObject *write_digested(PyObject *module, PyObject *arguments) {
     int file;
     long long offset, piece, page;
     PyObject *sequence, *result = NULL;
-    Py_buffer data, functions;
+    Py_buffer data, functions, marks;
     if (!PyArg_ParseTuple(arguments, "y*LiLy*OL:write_digested", &functions, &piece, &file, &offset, &data, &sequence,
                           &page))
         return NULL;
@@ -287,7 +368,11 @@ static PyObject *write_digested(PyObject *module, PyObject *arguments) {
         PyErr_SetString(PyExc_ValueError, "offsets begin at 0, and sizes above it");
     else if (hold(sequence, PyBUF_SIMPLE, &places) == 0) {
         Target target = {file, data.buf, data.len, offset, piece, page};
-        result = written(&target, &places, functions.buf);
+        int is_marked = hold_marks(sequence, &places, &marks);
+        if (is_marked >= 0)
+            result = written(&target, &places, functions.buf);
+        if (is_marked > 0)
+            PyBuffer_Release(&marks);
         let_go(&places);
     }
     PyBuffer_Release(&data);

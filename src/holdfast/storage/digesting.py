@@ -11,10 +11,18 @@ from collections.abc import Callable, Sequence
 from functools import cache, partial
 from importlib import import_module
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from holdfast.format.digests import digest_each
 from holdfast.storage.protocol import PIECE_BYTES
+
+FLOAT_MARKS: Final = {"F16": 1, "complex32": 1, "BF16": 2, "F32": 3, "C64": 3, "F64": 4, "complex128": 4}
+"""By element type, the mark of floating-point numbers for the compiled code; complex ones are two of them."""
+
+NONFINITE: Final = 128
+_EXPONENTS: Final = {1: ("<u2", 0x7C00), 2: ("<u2", 0x7F80), 3: ("<u4", 0x7F800000), 4: ("<u8", 0x7FF0 << 48)}
+"""By such a mark, the type of an integer of that size, and the bits of the exponent: a number is finite unless all are
+set."""
 
 NO_PAGES: Final = memoryview(bytearray())
 """For reads through the page cache."""
@@ -45,11 +53,35 @@ class NativeDigests(NamedTuple):
         write: Writes memory to a file, by `PIECE_BYTES` at a time: takes the file, the offset, the memory, parts of
             memory, and the multiple of bytes at which a write that is cut short goes on. Returns the digest of each
             part. They are digested shortly before what surrounds them is written, if they are in the order of their
-            addresses.
+            addresses. `MarkedParts` are looked through as well.
     """
 
     read: Callable[[int, int, Sequence[memoryview], memoryview], tuple[int, list[str]]]
     write: Callable[[int, int, memoryview, Sequence[memoryview], int], list[str]]
+
+
+LOOKED_THROUGH: Final = bytes((0, NONFINITE))
+"""The marks of parts that were looked through."""
+
+
+class MarkedParts(list[memoryview]):
+    """Parts of memory, of which those that have floating-point numbers are to be looked through as they are digested.
+
+    Attributes:
+        marks: For each part that of `FLOAT_MARKS`, or 0 to leave it out; once it was looked through, `NONFINITE` if it
+            has nan or an infinity, else 0.
+    """
+
+    marks: bytearray
+
+    def look_through(self) -> None:
+        """**Blocks.** Looks through the parts for which nothing else has done so."""
+        numpy: Any = import_module("numpy")
+        for number, mark in enumerate(self.marks):
+            if mark in _EXPONENTS:
+                kind, mask = _EXPONENTS[mark]
+                numbers = numpy.frombuffer(self[number], kind)
+                self.marks[number] = NONFINITE if ((numbers & numbers.dtype.type(mask)) == mask).any() else 0
 
 
 def digest_parts(parts: Sequence[memoryview]) -> list[str]:

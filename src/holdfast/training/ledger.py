@@ -36,6 +36,7 @@ class Ledger:
         self._find_steps: Callable[[], tuple[int, int]] = lambda: (0, 0)
         self._begun_at = self._setup = 0.0
         self._reached = 0
+        self._has_saved = False
 
     def begin(self, manager: CheckpointManager) -> None:
         """Called when everything is restored, and the steps are counted."""
@@ -58,8 +59,9 @@ class Ledger:
 
     def record(self, *, is_last: bool = False) -> None:
         """Emits the sums so far."""
-        if self._emit is None:
-            return
+        self._has_saved = self._has_saved or not is_last
+        if self._emit is None or not self._has_saved:
+            return  # Without a save there is no journal.
         now, spent = time.time(), self._read_spent()
         restore, data, saves, leaving = spent[RESTORE], spent[DATA], spent[COPY] + spent[COMMIT], spent[LEAVING]
         first, done = self._find_steps()

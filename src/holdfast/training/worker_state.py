@@ -27,7 +27,7 @@ from holdfast.numbers import check_whole
 from holdfast.options import SaveOptions, check_metrics, check_switches
 from holdfast.policies import Latest, RetentionPolicy
 from holdfast.preemption.config import TerminationConfig, make_termination
-from holdfast.preemption.guard import EpochGuard
+from holdfast.preemption.epoch_guard import EpochGuard
 from holdfast.restore.engine import make_agreement
 from holdfast.save.handle import SaveHandle
 from holdfast.save.joint.delete_run import JointDelete

@@ -29,7 +29,7 @@ from holdfast.cli.screen import BAD, FAINT, GOOD, NOTABLE, PLAIN, counted
 from holdfast.cli.target import find_run
 from holdfast.errors import NoCheckpointError, NoWholeCheckpointError, UsageError
 from holdfast.format.names import COMMITTED_NAME, MANIFEST_NAME, StepName, parse_step_directory
-from holdfast.policies import Best, EveryHours, EveryN, Latest, Newer, RetentionPolicy, read_keep
+from holdfast.policies import Best, EveryHours, EveryN, LastGood, Latest, Newer, RetentionPolicy, read_keep
 from holdfast.policies.retention import AnyKeeps
 from holdfast.process.progress import show_progress
 from holdfast.restore.verify import CheckOutcome, judge_step
@@ -192,7 +192,14 @@ def _ask(plan: RemovalPlan) -> bool:
     return answer in ("y", "yes")
 
 
-_POLICIES: Final = {"Latest": Latest, "EveryN": EveryN, "EveryHours": EveryHours, "Best": Best, "Newer": Newer}
+_POLICIES: Final = {
+    "Latest": Latest,
+    "LastGood": LastGood,
+    "EveryN": EveryN,
+    "EveryHours": EveryHours,
+    "Best": Best,
+    "Newer": Newer,
+}
 
 
 def parse_policy(text: str) -> RetentionPolicy:

@@ -19,7 +19,8 @@ from holdfast.policies import Auto, Latest
 from holdfast.preemption.config import make_termination
 from holdfast.storage import Storage, open_storage
 from holdfast.tracebacks import print_short
-from holdfast.training.run import Run, resumable
+from holdfast.training.resumable import resumable
+from holdfast.training.run import Run
 from holdfast.training.watchdog import read_watchdog
 
 Directory = str | os.PathLike[str] | Storage

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from functools import partial
 from typing import Any, Final, cast
 
@@ -12,12 +12,14 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from holdfast.errors import UnsupportedValueError
+from holdfast.format.encoding import escape
 from holdfast.integrations.torch.loader import follow_plain
 from holdfast.integrations.torch.module_walks import (
     find_renaming,
     has_plain_state,
     holders_of,
     list_modules,
+    list_named_parameters,
     list_parameters,
     read_own_state,
     read_state,
@@ -118,6 +120,12 @@ class ModuleAdapter(Adapter):
         modules = settle(obj)
         parameters = list_parameters(modules)
         return Replication(holders_of(parameters), parameters, is_trained=True, renewed=_renewed_buffers(modules))
+
+    def list_trained(self, obj: Any) -> Iterable[str]:
+        """See `Adapter`: the parameters, and no buffers."""
+        modules = list_modules(obj)
+        rename = find_renaming(modules)
+        return [escape(rename(name)) for name, _ in list_named_parameters(modules)]
 
     def state_of(self, obj: Any, context: CaptureContext) -> Any:
         """Returns values by name."""

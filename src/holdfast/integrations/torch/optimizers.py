@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -89,6 +89,10 @@ class OptimizerAdapter(Adapter):
             "class": _class_of(obj),
             "shapes": _shapes_of(layout),
         }
+
+    def list_trained(self, obj: Any) -> Iterable[str]:
+        """See `Adapter`."""
+        return ("state", "loose", "whole")
 
     def replication_of(self, obj: Any) -> Replication:
         """Held by the workers of the mesh of the parameters: only their steps are counted there."""

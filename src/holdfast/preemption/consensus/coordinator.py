@@ -268,6 +268,12 @@ class StopCoordinator:
         self._peers.mailbox.wake()
         return None if stop is None or stop.done else stop.step
 
+    def rewind(self, step: int) -> None:
+        """Called when all workers have gone back to a step, before the round ends."""
+        with self._lock:
+            self.begun = self.failures.step = self.failures.certain = step
+            self._agreement = self._agreement.reach(step)
+
     def find_last_call(self, plan: Plan | None) -> Plan | None:
         """**Blocks** for a moment. Returns what was called for when this worker had finished, if anything was."""
         self.ask(plan)
@@ -349,7 +355,7 @@ class StopCoordinator:
             self._round.call = call
             if self._agreement.wished is None:
                 self._round.asked = None
-        if call.rank != self._peers.rank:
+        if call.rank != self._peers.rank and call.action is not Action.OBEY:
             self._listener.receive(
                 Notice(
                     source=f"rank {call.rank}",

@@ -202,6 +202,9 @@ class SingleConsensus:
         self.call = None
         return provisional
 
+    def rewind(self, step: int) -> None:
+        """Called when all workers have gone back to a step, before the round ends."""
+
     def find_last_call(self, plan: Plan | None) -> Plan | None:
         """**Blocks** for a moment. Returns what this worker asks for at its end, or what was called for by then."""
         return plan

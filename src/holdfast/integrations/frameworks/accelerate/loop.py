@@ -10,7 +10,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import DistributedType
 
-import holdfast.training.run
+import holdfast.training.resumable
 from holdfast.checkpoint import Checkpoint
 from holdfast.errors import UnsupportedValueError, UsageError
 from holdfast.events import Warned
@@ -75,7 +75,7 @@ def resumable(accelerator: Any, directory: Directory, **options: Any) -> Run:
     progress = _Progress(accelerator, places)
     kept["accelerator"] = PerWorker(progress)
     kept["rng"] = RNG()
-    run = holdfast.training.run.resumable(directory, Checkpoint(**kept), **settings.options)
+    run = holdfast.training.resumable.resumable(directory, Checkpoint(**kept), **settings.options)
     run.manager.lineage.restored_by = "holdfast.accelerate.resumable(...)"
     run.completes_step = lambda: progress.end_batch(run)
     if places:

@@ -218,6 +218,10 @@ class _VariablesAdapter(Adapter):
         value = loading.value(stored, live, rules=OWNED)
         return lambda: obj.write(live, loading.complete(value))
 
+    def list_trained(self, obj: Variables) -> Iterable[str]:
+        """See `Adapter`: all of it, as what Keras does not train depends on what it trains."""
+        return ("",)
+
     def oversights_of(self, obj: Variables) -> Oversights:
         """See `Adapter`: an optimizer of torch may train these."""
         return Oversights(holds=obj.list_parameters())
