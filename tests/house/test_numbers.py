@@ -118,6 +118,8 @@ TABLE: dict[str, tuple[Call, tuple[Any, ...]]] = {
     "Seconds seconds": (lambda _, v: hf.Seconds(v), SECONDS),
     "Auto overhead": (lambda _, v: hf.Auto(overhead=v), (0, 1, -1, 2, NAN, INF)),
     "Auto mtbf_seconds": (lambda _, v: hf.Auto(mtbf_seconds=v), SECONDS),
+    "follow timeout_seconds": (lambda p, v: hf.follow(p, timeout_seconds=v), SECONDS),
+    "follow max_behind": (lambda p, v: hf.follow(p, max_behind=v), COUNTS),
     "ask timeout_seconds": (lambda p, v: hf.ask(p, "status", timeout_seconds=v), (0, -1, NAN)),
     "ask generation": (lambda p, v: hf.ask(p, "status", generation=v), COUNTS),
     "CheckpointManager save_every": (lambda p, v: manager(p, save_every=v), FROM_ONE),
@@ -272,6 +274,7 @@ NOT_GIVEN_BY_USERS = {
     *(
         "Backup",
         "Reply",
+        "Followed",
         "Restoration",
         "SaveHandle",
         "UploadTaskGroupBuilder.build",

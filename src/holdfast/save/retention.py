@@ -14,6 +14,7 @@ import msgspec
 
 from holdfast.catalog import Catalog, StoredRun, describe_lost
 from holdfast.catalog.deletion import FileRecycler, sweep
+from holdfast.catalog.holds import HoldWatch
 from holdfast.catalog.summary import FEW, Summarizer
 from holdfast.errors import FencedError, HoldfastError
 from holdfast.events import Failed, NotFinite, Retained, Sink, Warned
@@ -22,6 +23,7 @@ from holdfast.format.digests import seal
 from holdfast.format.names import StepName
 from holdfast.format.records import NAMED_NONFINITE, Manifest, Nonfinite
 from holdfast.policies import KeptCandidate, RetentionPolicy, absent_metrics, count_kept, plan_retention
+from holdfast.policies.retention import RetentionPlan
 from holdfast.process.worker_pool import WorkerPool
 from holdfast.save.handle import Origin, PendingFailures, SaveHandle
 from holdfast.save.lineage import CallGuard
@@ -75,6 +77,9 @@ class Retention:
         """`token` identifies the generations that are opened here."""
         self._run, self._keep = run, keep
         self._summarizer = Summarizer(run, token)
+        self._holds = HoldWatch(run.storage)
+        # Steps that stay only because they are being read.
+        self._only_leased: tuple[StepName, ...] = ()
         # Whether what older generations had left has been removed, as far as it was there when this one began.
         self._has_swept = False
         # How many saves are to come before their size is known, and with it what all that is kept will take.
@@ -132,7 +137,10 @@ class Retention:
         if others := set(catalog.committed).difference(catalog.living, protected):
             own = {name.step for name in catalog.living if name.generation == newest.generation}
             replaced = sorted(name for name in others if name.generation == newest.generation and name.step in own)
-        plan = plan_retention(self._keep, candidates, protected, time.time(), referrers, replaced)
+        plan_with = partial(
+            plan_retention, self._keep, candidates, now_seconds=time.time(), referrers=referrers, replaced=replaced
+        )
+        plan = plan_with(protected={**self._holds.held, **protected})
         newest_bytes = max(worker.data_bytes for worker in manifest.workers) if manifest else 0
         if manifest is not None:
             # A copy says that the step was committed if the manifest is lost. A crash before this leaves a step that
@@ -145,10 +153,13 @@ class Retention:
         if not self._run.storage.traits.lists_deep:  # Else nobody needs a summary.
             is_long = is_long or len(catalog.committed) > FEW or len(self._run.history.opened) > FEW
         removed: list[StepName] = []
+        going = given_up = plan.remove
         try:
-            going = plan.remove
             if is_long and going:
                 going = self._summarizer.release(going, catalog, newest.generation)
+            if going or self._holds.held:
+                plan = self._heed_holds(going, plan_with, protected)
+                going = plan.remove
             if going:
                 removed = self._remove(going, newest, newest_bytes, problems)
         except FencedError:
@@ -175,7 +186,7 @@ class Retention:
             self._has_swept = not left
         if is_long:
             # Whether or not they are gone: some may be half removed.
-            self._summarizer.update(catalog, plan.remove, newest.generation)
+            self._summarizer.update(catalog, given_up, newest.generation)
         self._run.history.forget_all_but(set(catalog.committed) - set(removed))
         known_facts = self._run.history.known
         kept_bytes = sum(known_facts[name].size_bytes for name in plan.keep if name in known_facts)
@@ -196,6 +207,38 @@ class Retention:
             kept_bytes,
             shortage,
         )
+
+    def _heed_holds(
+        self,
+        going: Collection[StepName],
+        plan_with: Callable[..., RetentionPlan[StepName]],
+        protected: Mapping[StepName, str],
+    ) -> RetentionPlan[StepName]:
+        """**Blocks.** Plans again, without what is pinned or being read; removes only steps that are `going`.
+
+        `holds.py` explains the order of the calls.
+
+        A crash in between leaves steps without a copy of the manifest, which the next generation writes again.
+        """
+        self._run.storage.delete([name.committed_path for name in going])
+        self._holds.look(time.monotonic())
+        heeded = plan_with(protected={**self._holds.held, **protected})
+        for name in set(going).difference(heeded.remove):
+            with suppress(HoldfastError):
+                self._run.step(name).renew_copy()
+        unleased = plan_with(protected={**self._holds.pins, **protected}).remove if self._holds.leases else ()
+        self._only_leased = tuple(name for name in unleased if name not in heeded.remove)
+        # One whose lease has ended just now was not announced to readers: it goes after the next commit.
+        return RetentionPlan(heeded.keep, tuple(name for name in heeded.remove if name in going))
+
+    def yield_leases(self, generation: int) -> tuple[StepName, ...]:
+        """**Blocks.** Removes steps that stay only because they are being read, as the disk is full; returns them."""
+        names, self._only_leased = self._only_leased, ()
+        if names and self._run.history.summary is not None:
+            names = self._summarizer.release(names, self._run.look(), generation)
+        removed = tuple(self._remove(names, StepName(0, generation), 0, [])) if names else ()
+        self._holds.forget(removed)
+        return removed
 
     def _find_shortage(self, size_bytes: int, present: int, protected: int) -> str:
         """Returns how many checkpoints of that size the disk has room for, if these are too few; empty otherwise.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import msgspec
 
-from holdfast.catalog import Catalog, StoredRun
+from holdfast.catalog import Catalog, StoredRun, describe_steps
 from holdfast.catalog.publish import Receipts, commit
 from holdfast.errors import HoldfastError, NotFoundError, StorageError, StorageFullError
 from holdfast.events import Event, GenerationOpened, Warned
@@ -97,6 +97,10 @@ class CheckpointWriter(Protocol):
         """**Blocks.** Called when an attempt has failed: removes its files, as soon as no worker writes to them."""
         ...
 
+    def yield_leases(self) -> tuple[StepName, ...]:
+        """**Blocks.** Called if the disk is full: removes steps that stay only for their readers, and returns them."""
+        return ()
+
     def fail(self, error: BaseException) -> None:
         """**Blocks.** Called when the save has failed here, or is skipped."""
         return
@@ -129,7 +133,7 @@ class StepAttempt:
         try:
             self._open(staging, pool).write_behind_copy(pool)
         except StorageFullError as error:
-            if not self._tidier.is_busy:
+            if not self._tidier.is_busy and not self._yield_leases():
                 raise
             self.give_up(error)  # `write` begins again, where it may wait for room.
 
@@ -139,7 +143,7 @@ class StepAttempt:
             try:
                 return (self._files or self._open(staging, pool)).finish(pool)
             except StorageFullError as error:
-                if not self._tidier.wait():
+                if not self._tidier.wait() and not self._yield_leases():
                     raise
                 self.give_up(error)
 
@@ -151,8 +155,19 @@ class StepAttempt:
             try:
                 return self._writer.commit(receipts, name, request.metrics, request.metadata)
             except StorageFullError:
-                if not self._tidier.wait():
+                if not self._tidier.wait() and not self._yield_leases():
                     raise
+
+    def _yield_leases(self) -> bool:
+        """**Blocks.** Returns True if there is room because steps that were being read have gone; warns of it."""
+        try:
+            removed = self._writer.yield_leases()
+        except HoldfastError:
+            return False
+        if removed:
+            steps = describe_steps([name.step for name in removed])
+            self._emit(Warned(text=f"the disk is full: {steps} went, although a reader had a lease"))
+        return bool(removed)
 
     def give_up(self, error: BaseException) -> None:
         """**Blocks.** Removes what was written, as the save has failed with `error`. If this raises, that replaces it.
@@ -371,6 +386,10 @@ class RunWriter(CheckpointWriter):
         # Not with the history, which `clean` may be using.
         if name not in self._undecided and name in StoredRun(self._storage).look().unfinished:
             self._run.step(name).discard()
+
+    def yield_leases(self) -> tuple[StepName, ...]:
+        """See `CheckpointWriter`."""
+        return () if self.generation is None else self._retention.yield_leases(self.generation)
 
     def clean(
         self,

@@ -254,6 +254,10 @@ class JointRunWriter(CheckpointWriter):
         else:
             save.protocol.report_failure(error)
 
+    def yield_leases(self) -> tuple[StepName, ...]:
+        """See `CheckpointWriter`. The leader does it, when its own files have no room."""
+        return self._own.yield_leases() if self._peers.is_leader else ()
+
     def clean(
         self, newest: StepName, protected: Mapping[StepName, str], manifest: Manifest | None = None
     ) -> Cleaning | None:
