@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from holdfast.save.handle import SaveHandle
     from holdfast.state import RNG, PerWorker, ResumableSampler, Shard, register_codec, register_type
     from holdfast.storage.open import open_storage
+    from holdfast.storage.tiers import Tier, Tiers
     from holdfast.training.backup import Backup
     from holdfast.training.handler import PreemptionCheckpointHandler
     from holdfast.training.resumable import resumable
@@ -78,6 +79,8 @@ __all__ = [
     "Shard",
     "Steps",
     "TerminationConfig",
+    "Tier",
+    "Tiers",
     "TorchrunSession",
     "UploadTaskGroupBuilder",
     "WorkerTrainingState",
@@ -132,6 +135,8 @@ _HOMES: Final = {
     "SaveHandle": "holdfast.save.handle",
     "Shard": "holdfast.state",
     "TerminationConfig": "holdfast.preemption.config",
+    "Tier": "holdfast.storage.tiers",
+    "Tiers": "holdfast.storage.tiers",
     "TorchrunSession": "holdfast.jobs",
     "UploadTaskGroupBuilder": "holdfast.jobs",
     "WorkerTrainingState": "holdfast.training.worker_state",

@@ -146,7 +146,7 @@ def test_a_full_disk_takes_what_is_being_read(tmp_path: Path) -> None:
             assert manager.steps() == (1, 2)
             manager.save(3).wait_ended()
             assert manager.steps() == (3,)
-    assert any(isinstance(event, Warned) and "step 1 went, although" in event.text for event in events)
+    assert any(isinstance(event, Warned) and "step 1 was removed, although a reader" in event.text for event in events)
 
 
 def read(run: Any, name: str = "test", **options: Any) -> list[tuple[int, int, tuple[int, ...]]]:

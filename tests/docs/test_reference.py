@@ -22,7 +22,7 @@ MADE_BY_HOLDFAST: Final = {
 }
 """Classes whose objects users get, and never make: how they are made is not shown."""
 
-STORAGES: Final = {"LocalStorage", "MemoryStorage"}
+STORAGES: Final = {"LocalStorage", "MemoryStorage", "Tiers"}
 """What their methods do is said where `Storage` is shown."""
 
 SESSION: Final = {

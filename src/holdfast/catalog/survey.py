@@ -243,6 +243,12 @@ def look_at_step(run: StoredRun, name: StepName, state: State) -> Found | None:
     return Found(directory, state, name, manifest.size_bytes, manifest, misfits, refers_to=refers_to)
 
 
+def find_misfits(run: StoredRun, name: StepName, manifest: Manifest) -> list[DamageError]:
+    """**Blocks.** Compares the sizes of a step's files with a manifest, which need not be there."""
+    sizes = {entry.name: entry.size_bytes for entry in run.storage.list(name.directory) if not entry.is_directory}
+    return [*_find_misfits(name.directory, manifest, sizes)]
+
+
 def _look_at_damaged(run: StoredRun, name: StepName, state: State, damage: DamageError) -> Found:
     refers_to: tuple[StepName, ...] = ()
     with suppress(DamageError, NotFoundError):
