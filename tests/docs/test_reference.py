@@ -18,7 +18,7 @@ PAGES: Final = sorted((ROOT / "docs" / "reference" / "python").glob("*.md"))
 DIRECTIVE: Final = re.compile(r"^::: (\S+)\n((?:    .*\n?)*)", re.MULTILINE)
 
 MADE_BY_HOLDFAST: Final = {
-    *("Run", "SaveHandle", "Restoration", "Reply", "Session", "TaskOutput", "RemoteOutput", "Workspace"),
+    *("Run", "SaveHandle", "Restoration", "Reply", "Followed", "Session", "TaskOutput", "RemoteOutput", "Workspace"),
 }
 """Classes whose objects users get, and never make: how they are made is not shown."""
 

@@ -123,6 +123,8 @@ TABLE: dict[str, tuple[Call, tuple[Any, ...]]] = {
     "Seconds seconds": (lambda _, v: hf.Seconds(v), SECONDS),
     "Auto overhead": (lambda _, v: hf.Auto(overhead=v), (0, 1, -1, 2, NAN, INF)),
     "Auto mtbf_seconds": (lambda _, v: hf.Auto(mtbf_seconds=v), SECONDS),
+    "follow timeout_seconds": (lambda p, v: hf.follow(p, timeout_seconds=v), SECONDS),
+    "follow max_behind": (lambda p, v: hf.follow(p, max_behind=v), COUNTS),
     "SaveHandle.wait_committed tier": (
         lambda p, v: use_tiers(p, lambda handle: handle.wait_committed(tier=v)),
         (2, -3),
@@ -286,6 +288,7 @@ NOT_GIVEN_BY_USERS = {
     *(
         "Backup",
         "Reply",
+        "Followed",
         "Restoration",
         "SaveHandle",
         "UploadTaskGroupBuilder.build",
