@@ -129,7 +129,7 @@ BUDGETS = {
     # Request, attempt, image, files, and the conversation of several workers.
     "save": 6048,
     # A tree of objects taken apart, captured, and matched.
-    "state": 7408,
+    "state": 7421,
     # What runs beside a trainer: supervisor, spare and clients, the page that it writes for them, and the watchdog.
     "supervise": 2538,
     # The protocol, memory, and local directories that survive a crash.

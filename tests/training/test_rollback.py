@@ -104,7 +104,7 @@ def test_a_kill_does_not_bring_the_bad_batches_back(tmp_path: Path, loop: str, k
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_all_workers_go_back_alike(tmp_path: Path, rank: int) -> None:
+def test_all_workers_go_back_to_the_same(tmp_path: Path, rank: int) -> None:
     for number in range(repeated(25, in_gate=1)):
         loop, bad = ("steps", "own")[rank], random.Random(number).randrange(4, 20)
         found = run_job(tmp_path / f"{number}", "rollback", "60", str(rank), str(bad), loop)

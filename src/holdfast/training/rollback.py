@@ -1,4 +1,4 @@
-"""Going back, within the running process, to a step from before training went wrong, on all workers alike."""
+"""Going back, within the running process, to a step from before training went wrong, on all workers."""
 
 from __future__ import annotations
 

@@ -34,6 +34,21 @@ _ENDLESS: Final = (
 )
 
 
+class _WayBack:
+    """The way of training back to an earlier step.
+
+    Attributes:
+        count: How often it has gone back.
+        state: While it goes back, the state to which it does; None otherwise.
+        rests: By the identity of a loader, the rest of the pass that a loop over it continues with.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.state: Mapping[str, Any] | None = None
+        self.rests: dict[int, Iterator[Any]] = {}
+
+
 class FollowedData:
     """The epoch that training is in, and its loaders in the order of their first use.
 
@@ -55,10 +70,8 @@ class FollowedData:
         # The states of loaders that the restarted program has not used yet.
         self._pending: list[Mapping[str, Any]] = []
         self._is_in_epochs = self._is_epoch_left = self._was_in_epochs = False
-        self._is_resized = self._has_warned = self._has_own_steps = False
-        # How often training has gone back; and while it does, the state to which it goes back.
-        self._returns = 0
-        self._returning: Mapping[str, Any] | None = None
+        self._is_resized = self._has_own_steps = False
+        self._back = _WayBack()
         # True if a batch was taken, since the last step, from a loader that is not known to train.
         self._has_unknown = False
 
@@ -110,6 +123,7 @@ class FollowedData:
             self.count.note_taken()
 
     def _end_epoch(self) -> None:
+        self._back.rests.clear()
         self._pending = [_begin_again(state) for state in self._pending]
         for one in self._loaders:
             one.drop_pass()
@@ -173,11 +187,11 @@ class FollowedData:
         if one.spent:
             one.spent -= 1
         else:
-            if one.rest is None and (one.current is not None or one.is_left):
+            if id(one) not in self._back.rests and (one.current is not None or one.is_left):
                 one.end_pass()
             one.current, own, returns = None, object(), -1
-            while returns != self._returns:
-                batches, one.current, returns = one.go_on(self.epoch), own, self._returns
+            while returns != self._back.count:
+                batches, one.current, returns = self._go_on(one, self.epoch), own, self._back.count
                 for batch in batches:
                     self._take(one, batch)
                     try:
@@ -186,7 +200,7 @@ class FollowedData:
                         if one.current is own:
                             one.current, one.is_left = None, True
                         raise
-                    if returns != self._returns:
+                    if returns != self._back.count:
                         break
                     if one.current is not own:
                         raise UsageError(
@@ -199,11 +213,11 @@ class FollowedData:
 
     def _pass_for_ever(self, one: FollowedLoader) -> Iterator[Any]:
         while True:
-            was_within, returns = one.place.resumes or one.rest is not None, self._returns
-            for batch in one.go_on(one.passes):
+            was_within, returns = one.place.resumes or id(one) in self._back.rests, self._back.count
+            for batch in self._go_on(one, one.passes):
                 self._take(one, batch)
                 yield batch
-                if returns != self._returns:
+                if returns != self._back.count:
                     break
             else:
                 if not (one.done or was_within):
@@ -217,8 +231,8 @@ class FollowedData:
         self._has_unknown = self._has_unknown or not one.trains
         # A first pass may be a validation before the first step. To end it, a loop may take one batch too many.
         is_again = not self._is_in_epochs and one.taken > (one.total or one.done) + 1
-        if is_again and (self._has_own_steps or self._has_unknown) and not self._has_warned:
-            self._has_warned = True
+        if is_again and (self._has_own_steps or self._has_unknown) and not self.count.has_warned:
+            self.count.has_warned = True
             self.warn(_ENDLESS.format(name=one.facts[0]))
         if not self._counts(one):
             return
@@ -343,11 +357,11 @@ class FollowedData:
     @contextmanager
     def returning(self) -> Iterator[None]:
         """In the block, a state that is loaded is that to which training goes back: `go_back` goes on there."""
-        self._returning = {}
+        self._back.state = {}
         try:
             yield
         finally:
-            self._returning = None
+            self._back.state = None
 
     @property
     def has_lead(self) -> bool:
@@ -363,11 +377,12 @@ class FollowedData:
 
         Loops that are in a pass of a loader go on with the batch after them.
         """
-        state, self._returns = state or self._returning, self._returns + 1
+        state, self._back.count = state or self._back.state, self._back.count + 1
         if not state:
             return  # The step has no place in a loader.
         self.epoch, self._was_in_epochs, self._pending = state["epoch"], state["in_epochs"], []
         stored = [*state["loaders"]]
+        self._back.rests.clear()
         for one in self._loaders:
             found = next((each for each in stored if each["facts"] == one.facts), None)
             current = one.current
@@ -380,20 +395,21 @@ class FollowedData:
             one.load(found, is_in_epochs=False)
             one.used = (-1 if is_outside else self.epoch), one.used[1]
             if one.trains and batches:
-                one.rest = self._leave_out(one, batches, is_outside=is_outside)
+                self._leave_out(one, batches, is_outside=is_outside)
                 one.used = (-1 if is_outside else self.epoch), one.used[1]
-            one.current = object() if current is None and one.rest is not None else current
+            one.current = object() if current is None and id(one) in self._back.rests else current
 
-    def _leave_out(self, one: FollowedLoader, batches: int, *, is_outside: bool) -> Iterator[Any] | None:
-        rest: Iterator[Any] | None = None
+    def _leave_out(self, one: FollowedLoader, batches: int, *, is_outside: bool) -> None:
+        """Draws batches that no step takes, over one pass after the other; the rest of the last pass is kept."""
         while batches:
-            rest = one.go_on(one.passes if is_outside else self.epoch)
+            rest = self._go_on(one, one.passes if is_outside else self.epoch)
             for _ in rest:
                 one.taken += 1
                 one.done += 1
                 batches -= 1
                 if not batches:
-                    return rest
+                    self._back.rests[id(one)] = rest
+                    return
             if not one.done:
                 raise UsageError(f"{one.facts[0]} has no batches")
             one.place.forget()
@@ -402,12 +418,19 @@ class FollowedData:
                 one.passes += 1
             else:
                 self.epoch += 1
+
+    def _go_on(self, one: FollowedLoader, number: int) -> Iterator[Any]:
+        """Begins a pass of the epoch of that number, or continues in the one to which training has gone back."""
+        rest = self._back.rests.pop(id(one), None)
+        if rest is None:
+            one.begin_pass(number)
+            rest = one.place.start()
         return rest
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues at a stored state."""
-        if self._returning is not None:
-            self._returning = state
+        if self._back.state is not None:
+            self._back.state = state
             return
         self.epoch, self._was_in_epochs, self._pending = state["epoch"], state["in_epochs"], [*state["loaders"]]
         self._loaders, self._newest, self._is_resized = [], None, False

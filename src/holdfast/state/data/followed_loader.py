@@ -60,7 +60,6 @@ class FollowedLoader:
         is_remade: True if the program creates it again for each epoch.
         lead: How many batches its loop takes before the step that trains them begins.
         ahead: These batches, of the step to come.
-        rest: The rest of the pass to which training has gone back; None if it has not.
     """
 
     def __init__(self, loader: Any, place: LoaderPlace) -> None:
@@ -73,7 +72,6 @@ class FollowedLoader:
         self.trains = self.is_left = self.is_remade = False
         self.current: Any = None
         self.ahead: deque[Any] = deque()
-        self.rest: Iterator[Any] | None = None
 
     def is_at_end(self, *, is_between: bool) -> bool:
         """Returns True if the last batch of the pass is taken, those of a step to come left out."""
@@ -125,13 +123,5 @@ class FollowedLoader:
 
     def drop_pass(self) -> None:
         """Forgets the pass in progress."""
-        self.current, self.is_left, self.done, self.rest = None, False, 0, None
+        self.current, self.is_left, self.done = None, False, 0
         self.place.forget()
-
-    def go_on(self, number: int) -> Iterator[Any]:
-        """Begins a pass of the epoch of that number, or continues in the one to which training has gone back."""
-        rest, self.rest = self.rest, None
-        if rest is None:
-            self.begin_pass(number)
-            rest = self.place.start()
-        return rest
