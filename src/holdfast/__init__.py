@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from holdfast import errors, events, jobs, preemption
     from holdfast.asking import ask
+    from holdfast.catalog.holds import pin, unpin
     from holdfast.catalog.requests import Reply
     from holdfast.checkpoint import Checkpoint
     from holdfast.convert.exporter import export_checkpoint
     from holdfast.convert.importer import import_checkpoint
+    from holdfast.following import Followed, follow
     from holdfast.integrations import dcp
     from holdfast.integrations.frameworks import accelerate, keras, lightning, transformers
     from holdfast.integrations.ray.session import RaySession
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
     from holdfast.save.handle import SaveHandle
     from holdfast.state import RNG, PerWorker, ResumableSampler, Shard, register_codec, register_type
     from holdfast.storage.open import open_storage
+    from holdfast.storage.tiers import Tier, Tiers
     from holdfast.training.backup import Backup
     from holdfast.training.handler import PreemptionCheckpointHandler
     from holdfast.training.resumable import resumable
@@ -55,6 +58,7 @@ __all__ = [
     "Epochs",
     "EveryHours",
     "EveryN",
+    "Followed",
     "Job",
     "JobRunner",
     "LastGood",
@@ -75,6 +79,8 @@ __all__ = [
     "Shard",
     "Steps",
     "TerminationConfig",
+    "Tier",
+    "Tiers",
     "TorchrunSession",
     "UploadTaskGroupBuilder",
     "WorkerTrainingState",
@@ -86,6 +92,7 @@ __all__ = [
     "errors",
     "events",
     "export_checkpoint",
+    "follow",
     "import_checkpoint",
     "init_process_group",
     "jobs",
@@ -93,12 +100,14 @@ __all__ = [
     "lightning",
     "load",
     "open_storage",
+    "pin",
     "preemption",
     "register_codec",
     "register_type",
     "resumable",
     "save",
     "transformers",
+    "unpin",
 ]
 
 
@@ -126,11 +135,17 @@ _HOMES: Final = {
     "SaveHandle": "holdfast.save.handle",
     "Shard": "holdfast.state",
     "TerminationConfig": "holdfast.preemption.config",
+    "Tier": "holdfast.storage.tiers",
+    "Tiers": "holdfast.storage.tiers",
     "TorchrunSession": "holdfast.jobs",
     "UploadTaskGroupBuilder": "holdfast.jobs",
     "WorkerTrainingState": "holdfast.training.worker_state",
     "ask": "holdfast.asking",
     "epoch_limiter": "holdfast.jobs",
+    "follow": "holdfast.following",
+    "pin": "holdfast.catalog.holds",
+    "unpin": "holdfast.catalog.holds",
+    "Followed": "holdfast.following",
     "export_checkpoint": "holdfast.convert.exporter",
     "import_checkpoint": "holdfast.convert.importer",
     "init_process_group": "holdfast.integrations.torch.cluster",

@@ -43,7 +43,9 @@ from holdfast.save.mark import Mark, trace_arrays
 from holdfast.save.prepare import Preparation, RunEvents
 from holdfast.state import Captured, check_objects, list_shared
 from holdfast.storage import Storage, open_storage
+from holdfast.storage.open import nearest_of
 from holdfast.supervise.board import COPY, NONE
+from holdfast.tiering import open_tiers
 from holdfast.tracebacks import short_traceback
 from holdfast.witness.ring import remove_rings
 from holdfast.witness.watch import Witness
@@ -150,17 +152,19 @@ class CheckpointManager:
         catalog, self.participant = open_participant(cluster, partial(look_into, self.storage), **deadlines)
         worker = self.worker
         with explaining(self.participant):
-            self.lineage = Lineage(catalog, self.storage, begins_anew=begin_anew)
+            self.emit = RunEvents(self.storage, options.sinks, worker)
+            catalog, copier = open_tiers(self.storage, catalog, options, self.participant, self.emit)
+            near = nearest_of(self.storage)
+            self.lineage = Lineage(catalog, near, begins_anew=begin_anew)
             if self.participant is not None:
                 is_new = not self.lineage.steps
                 self.participant.start(self.storage, list_shared(checkpoint.objects), is_new=is_new)
-            self.emit = RunEvents(self.storage, options.sinks, worker)
             if cluster == "auto" and self.participant is None and (text := describe_lone_task(os.environ)):
                 self.emit(Warned(text=text))
             self._failures, self._calls = PendingFailures(failures_allowed), CallGuard(self.url)
             holders = {} if self.participant is None else self.participant.holders
             stager = Stager(HostBuffer(), worker, holders, named.all)
-            writer, recycler = make_writer(self.storage, options, self.participant, self.emit)
+            writer, recycler = make_writer(self.storage, options, self.participant, self.emit, copier)
             self._engine = Engine(writer, recycler, stager, worker, options, self._failures, self.emit, self._calls)
             self._make_handle = partial(
                 SaveHandle,
@@ -168,6 +172,7 @@ class CheckpointManager:
                 timeout_seconds=find_wait_seconds(timeout_seconds, worker),
                 mark_raised=self._failures.mark_raised,
                 barrier=self._engine.barrier,
+                wait_tier=None if copier is None else copier.wait,
             )
             # If this is dropped without `close`, its threads go on to know the lock.
             weakref.finalize(self, recycler.lock.release).atexit = False
@@ -175,7 +180,7 @@ class CheckpointManager:
             # Called when this is closed, unless by an error: saves that a loop has still to make.
             self.closing: list[Callable[[], object]] = []
             self._preparation = Preparation(
-                self.storage, recycler.lock, stager, named.all, options, self.emit, worker.is_leader
+                near, recycler.lock, stager, named.all, options, self.emit, worker.is_leader
             )
             self.witness = Witness(self.storage, worker, self.emit)
             self.restored: Restoration | None = None
@@ -281,9 +286,6 @@ class CheckpointManager:
             replace: True to save a step again that is already committed. The old checkpoint is removed once the new one
                 is committed; if the old one belongs to an earlier generation, it leaves the current lineage, until it
                 is pruned.
-
-        Returns:
-            The save, to wait for if needed.
 
         Raises:
             StepExistsError: If the step is already committed.
@@ -484,7 +486,7 @@ class CheckpointManager:
     def abandon(self) -> None:
         """Closes without waiting: a save in progress is abandoned, and the program's exit does not wait for it."""
         self._calls.is_closed, self.lineage.in_flight = True, None
-        self._engine.tidier.recycler.abandon()
+        self._engine.tidier.abandon()
         self._failures.abandon()
         if self.participant is not None:
             self.participant.leave()
@@ -506,6 +508,7 @@ class CheckpointManager:
     ) -> None:
         if error is not None:
             self.closing.clear()  # The state may be that of half a step.
+            self._engine.tidier.leave_copies()
         else:
             is_first, has_saved = self.restored is None and len(self.lineage.steps) > 1, self._engine.newest is not None
             assigned = objects_of(self.checkpoint).assigned

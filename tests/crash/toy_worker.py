@@ -10,6 +10,7 @@ from holdfast.checkpoint import Checkpoint
 from holdfast.cluster.protocol import Cluster
 from holdfast.manager import CheckpointManager
 from holdfast.policies import Latest
+from holdfast.storage import Storage
 
 LIVENESS_SECONDS: Final = 1.5
 PATIENCE_SECONDS: Final = 60.0
@@ -53,7 +54,7 @@ class ToyWorker:
         if self.counter != {"step": step}:
             raise WrongStateError(f"rank {self.rank}: the counter is {self.counter}, the step is {step}")
 
-    def manager(self, directory: Path, cluster: Cluster, *, incremental: bool) -> CheckpointManager:
+    def manager(self, directory: Path | Storage, cluster: Cluster, *, incremental: bool) -> CheckpointManager:
         """A manager that keeps two checkpoints, and soon takes a silent worker for dead."""
         return CheckpointManager(
             directory,

@@ -18,11 +18,11 @@ PAGES: Final = sorted((ROOT / "docs" / "reference" / "python").glob("*.md"))
 DIRECTIVE: Final = re.compile(r"^::: (\S+)\n((?:    .*\n?)*)", re.MULTILINE)
 
 MADE_BY_HOLDFAST: Final = {
-    *("Run", "SaveHandle", "Restoration", "Reply", "Session", "TaskOutput", "RemoteOutput", "Workspace"),
+    *("Run", "SaveHandle", "Restoration", "Reply", "Followed", "Session", "TaskOutput", "RemoteOutput", "Workspace"),
 }
 """Classes whose objects users get, and never make: how they are made is not shown."""
 
-STORAGES: Final = {"LocalStorage", "MemoryStorage"}
+STORAGES: Final = {"LocalStorage", "MemoryStorage", "Tiers"}
 """What their methods do is said where `Storage` is shown."""
 
 SESSION: Final = {

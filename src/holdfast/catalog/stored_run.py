@@ -252,6 +252,7 @@ class StoredRun:
         *,
         seen_generation: int | None = None,
         best: Mapping[str, Literal["min", "max"]] | None = None,
+        least: int = 0,
     ) -> int:
         """**Blocks.** Opens the next generation of the run and returns its number; from now on older ones are fenced.
 
@@ -262,6 +263,7 @@ class StoredRun:
             seen_generation: The newest generation when this job chose where to resume from: no other job may have
                 opened a newer one since. None to open one regardless.
             best: By metric, which value is the best one, for those who ask for it later.
+            least: The least number that it may have.
 
         Raises:
             FencedError: If another job has opened a newer one since. Then this job opens none, and fences no other.
@@ -270,7 +272,8 @@ class StoredRun:
         names = filter(
             None, (parse_step_directory(entry.name) for entry in self.storage.list("") if entry.is_directory)
         )
-        generation = max([*self.list_generations(), *(name.generation for name in names)], default=0) + 1
+        numbers = [*self.list_generations(), *(name.generation for name in names)]
+        generation = max(1, least, *(number + 1 for number in numbers))
         if seen_generation is not None and generation <= seen_generation:
             raise make_gone_error(self.url, seen_generation)
         self.storage.make_directory(GENERATIONS_DIRECTORY)

@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
+
+import click
 
 from holdfast.catalog import Asked, Catalog, StoredRun, StoredStep, find_step, make_lost_error, split_place
 from holdfast.catalog.named_step import EXAMPLES
@@ -41,6 +43,7 @@ from holdfast.restore.records import OpenedStep
 from holdfast.restore.verify import open_step
 from holdfast.storage import Entry, LocalStorage, Storage, open_storage
 from holdfast.storage.checks import plain_path
+from holdfast.storage.tiers import Tiers
 
 MOST_LOOKS: Final = 30
 """Most tries at finding the newest checkpoint: a running job may remove the one that was found."""
@@ -87,15 +90,31 @@ class RunTarget:
         return open_storage(above) if above.partition("://")[2] else None
 
 
+def takes_tiers(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Adds `--tier` to a verb, whose function gets `tiers`."""
+    return click.option(
+        "--tier",
+        "tiers",
+        metavar="PLACE",
+        multiple=True,
+        help="A farther tier of the run, such as s3://bucket/run; may be repeated, nearest first.",
+    )(command)
+
+
 def find_target(
-    text: str, *, hint: str = "Name the directory that the job saves into, or that of one step."
+    text: str,
+    tiers: Sequence[str] = (),
+    *,
+    hint: str = "Name the directory that the job saves into, or that of one step.",
 ) -> RunTarget:
-    """**Blocks.** Finds a run, a step of a run, or the directory of a single step.
+    """**Blocks.** Finds a run, a step of a run, or the directory of a single step; with `tiers`, of a run in several.
 
     If a directory of that name exists, `@` included, it is used. Otherwise the text after the `@` is a step.
     Raises `NoCheckpointError` if there is no such directory, or no file of holdfast in it.
     """
     storage, location, step = split_place(text)
+    if tiers:
+        storage = Tiers(storage, *tiers)
     entries = storage.list("")
     is_step = any(not entry.is_directory and is_own_file(entry.name) for entry in entries)
     if not is_step and not any(belongs_to_run(entry) for entry in entries):
@@ -105,9 +124,9 @@ def find_target(
     return RunTarget(storage, location, step, is_step)
 
 
-def find_run(text: str) -> RunTarget:
+def find_run(text: str, tiers: Sequence[str] = ()) -> RunTarget:
     """**Blocks.** Finds a whole run, as `find_target` does; raises `UsageError` for a single step."""
-    target = find_target(text, hint="Name the directory that the job saves into.")
+    target = find_target(text, tiers, hint="Name the directory that the job saves into.")
     if target.is_step:
         raise UsageError(
             f"{target.location} is the directory of a single step, not of a run",

@@ -7,6 +7,7 @@ An event is a frozen record; `str(event)` is a readable line. A sink is any func
 from holdfast.events.kinds import (
     AnyEvent,
     Committed,
+    Copied,
     Diverged,
     Event,
     Failed,
@@ -43,6 +44,7 @@ from holdfast.events.sinks import (
 __all__ = [
     "AnyEvent",
     "Committed",
+    "Copied",
     "Diverged",
     "Event",
     "Failed",

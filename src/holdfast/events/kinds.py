@@ -149,6 +149,28 @@ class Committed(Event, frozen=True):
         )
 
 
+class Copied(Event, frozen=True):
+    """A step is committed in a farther tier as well; see `holdfast.Tiers`.
+
+    Attributes:
+        step: The step.
+        generation: The generation that saved it.
+        tier: The URL of the tier.
+        background_seconds: How long the copy took, in the background.
+        size_bytes: The size of what this worker has copied.
+    """
+
+    step: int
+    generation: int
+    tier: str
+    background_seconds: float
+    size_bytes: int
+
+    def __str__(self) -> str:
+        seconds = time_text(self.background_seconds)
+        return f"step {self.step} is in {self.tier} as well: {size_text(self.size_bytes)}, {seconds} in the background"
+
+
 class Restored(Event, frozen=True):
     """The live objects have been restored to the state of a step.
 

@@ -28,6 +28,10 @@ class Agreement:
         """**Blocks.** Returns True if a checkpoint with damage has been removed, so that it was not damage."""
         return not StoredRun(storage).step(name).is_committed()
 
+    def any(self, flag: bool) -> bool:
+        """**Blocks.** Returns True if it is true of any worker."""
+        return flag
+
     def run(self, stage: Callable[[], None]) -> DamageError | None:
         """**Blocks.** Runs a stage; returns damage that was found here or elsewhere. All raise any other error."""
         try:

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from holdfast.catalog import RunLock, StoredRun, make_lost_error
 from holdfast.catalog.publish import check_references
-from holdfast.catalog.survey import Found, State, look_at_step
+from holdfast.catalog.survey import Found, State, find_misfits, look_at_step
 from holdfast.errors import DamageError, FencedError, NotFoundError, StorageError, StorageFullError, UsageError
 from holdfast.format.digests import digest, unseal
 from holdfast.format.index import Index
@@ -34,7 +34,7 @@ from holdfast.format.records import (
 from holdfast.process.progress import show_progress
 from holdfast.restore.read import Piece, find_damages, open_pool, plan_pieces
 from holdfast.restore.records import OpenedStep, Part
-from holdfast.restore.verify import open_step, verify_data
+from holdfast.restore.verify import open_step, read_rank, verify_data
 from holdfast.storage.buffers import Scratch
 from holdfast.storage.checks import choose_piece_bytes
 from holdfast.storage.protocol import FileWriter, Storage
@@ -128,9 +128,13 @@ class RunCopier:
     A crash at any point leaves whole steps, and at most one without a manifest, which the next copy completes.
     """
 
-    def __init__(self, source: StoredRun, goal: Storage) -> None:
-        """Reads nothing yet; `source` has the steps, and `goal` gets them."""
-        self._source, self._goal = source, StoredRun(goal)
+    def __init__(self, source: StoredRun, goal: Storage, takes: Callable[[int], bool] | None = None) -> None:
+        """Reads nothing yet; `source` has the steps, and `goal` gets them.
+
+        With `takes`, other workers of the job copy there at the same time: this one takes the files of some ranks, as
+        far as the source has them, leaves others alone, and publishes the manifest if it finds all of them there.
+        """
+        self._source, self._goal, self._takes = source, StoredRun(goal), takes
         self._lock = RunLock(goal)
         # The newest generation there, which no other may follow while this copies; and its token.
         self._generation, self._token = 0, ""
@@ -144,7 +148,8 @@ class RunCopier:
             StorageError: If a storage fails.
         """
         source, goal = self._source, self._goal
-        self._lock.take()
+        if self._takes is None:
+            self._lock.take()
         self._check_same()
         for generation in sorted(set(generations)):
             path = generation_path(generation)
@@ -158,7 +163,8 @@ class RunCopier:
                 raise self._other_run(generation)
         self._generation = max(goal.list_generations(), default=0)
         self._token = goal.opening(self._generation).token if self._generation else ""
-        self._lock.take()  # A new run has its directory now.
+        if self._takes is None:
+            self._lock.take()  # A new run has its directory now.
 
     def copy(
         self,
@@ -168,6 +174,8 @@ class RunCopier:
         progress: Callable[[int], None] = lambda size_bytes: None,
     ) -> int | None:
         """**Blocks.** Copies one step, after those to which it refers; returns its size, or None if it is there.
+
+        Of a shared copy, what this source has of it; the size is 0 if other workers have to add to it.
 
         What is there of an incomplete one is read, and kept as far as it is whole. `expect` is called with the number
         of bytes to read, `progress` from any thread with those that were just read.
@@ -190,21 +198,33 @@ class RunCopier:
             goal.step(name).withdraw()
         try:
             try:
-                opened = open_step(source.storage, name.directory, name)
-                expect(opened.manifest.data_bytes)
+                opened = self._open(name)
+                expect(sum(index.data_bytes for index in opened.indexes))
                 self._copy_files(opened, progress)
             except (DamageError, StorageFullError):
-                goal.step(name).discard()
+                if self._takes is None or manifest.world_size == 1:
+                    goal.step(name).discard()
                 raise
-            goal.storage.sync_directory(name.directory)
-            self._copy_metrics(name)
-            self.record_base(name.generation)
-            self._commit(name, data, manifest)
+            if self._takes is None or not find_misfits(goal, name, manifest):
+                self._commit(name, data, manifest)
+                return manifest.size_bytes
         except (StorageError, FencedError):
             # A job that has begun there removes what it takes for the remains of a save.
             self._check_unpassed(name)
             raise
-        return manifest.size_bytes
+        return 0
+
+    def try_commit(self, name: StepName) -> bool:
+        """**Blocks.** Publishes the manifest of a step if other workers have copied all the rest of it; True if it is
+        there."""
+        if self._goal.step(name).is_committed():
+            return True
+        data = self._source.storage.read(name.manifest_path, MAX_MANIFEST_BYTES)
+        manifest = decode_manifest(data, path=name.manifest_path, expected=name)
+        if find_misfits(self._goal, name, manifest):
+            return False
+        self._commit(name, data, manifest)
+        return True
 
     def record_base(self, generation: int) -> None:
         """**Blocks.** Copies the record of the step from which a generation began, if it has one."""
@@ -215,6 +235,18 @@ class RunCopier:
             return
         decode_base(data, path=path, generation=generation)
         self._goal.storage.publish(path, data)
+
+    def _open(self, name: StepName) -> OpenedStep:
+        """Returns the records of a step: all, or of those files that are to be taken and in the source."""
+        storage = self._source.storage
+        if self._takes is None:
+            return open_step(storage, name.directory, name)
+        manifest, there = self._source.step(name).manifest(), self._source.step(name).list_names()
+        ranks = [rank for rank in range(manifest.world_size) if index_name(rank, manifest.world_size) in there]
+        ranks = [*filter(self._takes, ranks)]
+        return OpenedStep(
+            name.directory, manifest, tuple(read_rank(storage, name.directory, manifest, rank) for rank in ranks)
+        )
 
     def _check_same(self) -> None:
         """Checks that no generation was opened in the destination that the source does not have."""
@@ -251,7 +283,8 @@ class RunCopier:
         storage, directory, manifest = self._goal.storage, opened.directory, opened.manifest
         there = {entry.name: entry.size_bytes for entry in storage.list(directory)}
         written: list[Index] = []
-        for index, worker in zip(opened.indexes, manifest.workers, strict=True):
+        for index in opened.indexes:
+            worker = manifest.workers[index.rank]
             file = index_name(index.rank, manifest.world_size)
             sizes = there.get(data_name(index.rank, manifest.world_size)), there.get(file)
             if sizes != (worker.data_bytes, worker.index_bytes):
@@ -344,7 +377,11 @@ class RunCopier:
         """Publishes the manifest. A crash before leaves what the next copy completes; after it, a whole step."""
         goal = self._goal
         self._check_unpassed(name)
-        goal.storage.publish(name.manifest_path, data)
+        goal.storage.sync_directory(name.directory)
+        self._copy_metrics(name)
+        self.record_base(name.generation)
+        if not goal.storage.publish(name.manifest_path, data) and self._takes is not None:
+            return  # Another worker has found all of it there.
         found = look_at_step(goal, name, State.LIVING)
         if found is None or found.damages:
             # A job that saves there has taken it for the remains of a save, and removed a part of it.

@@ -224,6 +224,11 @@ class _Candidates:
     def take(self) -> StepName | None:
         return self._left.pop(0) if self._left else None
 
+    def put_back(self, name: StepName, damage: DamageError) -> None:
+        """Tries the same again, which has the damaged file in another tier."""
+        self._left.insert(0, name)
+        self._emit(Warned(step=name.step, text=f"{damage.message}; it is read from another tier", by_each=True))
+
     def pass_over(self, name: StepName, damage: DamageError) -> None:
         """**Blocks.** Goes on to the next; or, if the checkpoint no longer exists, to those that exist now."""
         found = self._look_again(name) if self._looks <= _MOST_LOOKS else ()
@@ -279,13 +284,21 @@ def _restore_first_whole(request: _Request, candidates: _Candidates, agreement: 
             damage = trial.go(agreement)
             if damage is None:
                 return trial
-            candidates.pass_over(name, damage)
+            if not _try_elsewhere(request.storage, damage, agreement):
+                candidates.pass_over(name, damage)
+            else:
+                candidates.put_back(name, damage)
         except (StorageError, ApplyError, ClusterError, AbsentError, NoCheckpointError) as error:
             if trial.touched:
                 error.add_note("Some live arrays hold partly restored values: restore again before you train on.")
             raise
         touched = trial.touched
     raise _no_whole(request.storage, candidates.step, tuple(candidates.damages.values()), touched)
+
+
+def _try_elsewhere(storage: Any, damage: DamageError, agreement: Agreement) -> bool:
+    """**Blocks.** Returns True if the file that is damaged will be read from another tier, by one worker or more."""
+    return storage.traits.has_tiers and agreement.any(storage.avoid(damage.path))
 
 
 class _RestoreTrial:

@@ -119,6 +119,14 @@ class JointAgreement(Agreement):
 
         return self._ask(_Report(), look, operator.itemgetter(LEADER)).is_gone
 
+    def any(self, flag: bool) -> bool:
+        """See `Agreement`."""
+
+        def decide(reports: list[_Report]) -> _Report:
+            return _Report(is_open=any(report.is_open for report in reports))
+
+        return self._ask(_Report(), lambda: _Report(is_open=flag), decide).is_open
+
     def run(self, stage: Callable[[], None]) -> DamageError | None:
         """See `Agreement`."""
         error: Exception | None = None

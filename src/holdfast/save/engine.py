@@ -325,6 +325,8 @@ class Engine:
         self._failures.forgive()
         if PULSE.board is not None:
             PULSE.board.note_committed(name.step)
+        if self.tidier.copier is not None:
+            self.tidier.copier.note_committed()
         request.is_committed = True
         request.settled.open()
         self._emit(

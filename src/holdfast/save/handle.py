@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, NoReturn
@@ -211,8 +212,9 @@ class SaveHandle:
         timeout_seconds: float,
         mark_raised: Callable[[HoldfastError], None],
         barrier: OptimizerStepBarrier | None = None,
+        wait_tier: Callable[[StepName, int | str, float], str] | None = None,
     ) -> None:
-        self.request = request
+        self.request, self._wait_tier = request, wait_tier
         self.step, self.replaces = request.step, request.replaces
         self._process = os.getpid()
         self.url = url
@@ -300,10 +302,12 @@ class SaveHandle:
             self._raise_if_failed()
 
     @short_traceback
-    def wait_committed(self, timeout_seconds: float | None = None) -> str:
+    def wait_committed(self, timeout_seconds: float | None = None, *, tier: int | str | None = None) -> str:
         """**Blocks.** Waits until the checkpoint is durable and would be found by a restart.
 
         Args:
+            tier: Of a run in `Tiers`, the tier in which it is to be: its place as it was written, or its number, -1 for
+                the farthest. None for the nearest, in which each checkpoint is committed first.
             timeout_seconds: How long to wait; None for the manager's `timeout_seconds`, and a little more in a job of
                 several workers, so that the save can report which worker is missing.
 
@@ -313,11 +317,18 @@ class SaveHandle:
         Raises:
             DeadlineError: If it takes longer; the save continues.
             SaveFailedError: If the save failed. The manager does not raise the failure again.
+            StorageError: If it is committed, but will not be copied into that tier.
             UsageError: If the save was skipped (see `skipped`), or if this is called in a sink or in a forked child.
         """
+        begun_at = time.monotonic()
         self._wait_for(self.request.settled, timeout_seconds, "was not committed")
         self._raise_if_failed()
-        return self.path
+        if tier is None or self.request.name is None:
+            return self.path
+        if self._wait_tier is None:
+            raise UsageError(f"the run has no tiers, got tier={tier!r}", hint="Pass Tiers(...) as its directory.")
+        limit_seconds = self._timeout_seconds if timeout_seconds is None else timeout_seconds
+        return self._wait_tier(self.request.name, tier, max(limit_seconds - (time.monotonic() - begun_at), 0.0))
 
     @short_traceback
     def wait_ended(self, timeout_seconds: float | None = None, *, at_exit: bool = False) -> None:

@@ -13,9 +13,26 @@ from holdfast.catalog.publish import Receipts, commit
 from holdfast.errors import HoldfastError, NotFoundError, StorageError, StorageFullError
 from holdfast.events import Event, GenerationOpened, Warned
 from holdfast.format.digests import seal
-from holdfast.format.names import MAX_ATTEMPT, MAX_STEP, StepName, metrics_name, parse_step_directory
-from holdfast.format.records import MAX_LATE_METRICS, Base, LateMetrics, Manifest, Nonfinite, make_base
-from holdfast.policies import RetentionPolicy, find_modes
+from holdfast.format.names import (
+    GENERATIONS_DIRECTORY,
+    MAX_ATTEMPT,
+    MAX_STEP,
+    StepName,
+    base_path,
+    generation_path,
+    metrics_name,
+    parse_step_directory,
+)
+from holdfast.format.records import (
+    MAX_GENERATION_BYTES,
+    MAX_LATE_METRICS,
+    Base,
+    LateMetrics,
+    Manifest,
+    Nonfinite,
+    make_base,
+)
+from holdfast.policies import KeptCandidate, RetentionPolicy, find_modes
 from holdfast.process.terminal import inform
 from holdfast.process.worker_pool import WorkerPool
 from holdfast.save.handle import Origin, SaveRequest
@@ -23,6 +40,7 @@ from holdfast.save.image import Snapshot, Staging
 from holdfast.save.incremental import Incremental
 from holdfast.save.retention import Cleaning, Retention, Tidier
 from holdfast.save.writer import StepFiles
+from holdfast.storage.open import nearest_of
 from holdfast.storage.protocol import Storage
 
 if TYPE_CHECKING:
@@ -30,6 +48,47 @@ if TYPE_CHECKING:
 
 
 _FINITE: Final = Nonfinite()
+
+
+class StepCopier(Protocol):
+    """Brings each committed step to the farther tiers of a run.
+
+    Attributes:
+        keep: What is kept in the nearest tier.
+    """
+
+    keep: RetentionPolicy
+
+    def align(self) -> None:
+        """**Blocks.** Makes all tiers know the same generations; see `Tiers.align`."""
+
+    def find_least(self) -> int:
+        """**Blocks.** Returns the least number of the next generation; see `Tiers.find_least`."""
+
+    def check(self) -> None:
+        """Raises `FencedError` if another job was found to have gone on in a farther tier."""
+
+    def note_committed(self) -> None:
+        """Called when a step is committed in the nearest tier."""
+
+    def find_needed(self, candidates: Sequence[KeptCandidate[StepName]]) -> Mapping[StepName, str]:
+        """Returns the steps that may not be removed from the nearest tier yet, each with the reason."""
+
+    def keep_manifest(self, name: StepName, text: str) -> Manifest | None:
+        """**Blocks.** Puts the manifest of a committed step into a tier of this worker's own, and returns it there if
+        this worker cleans up there; None if not, or if it shares the leader's."""
+
+    def give_up(self, name: StepName) -> None:
+        """Called when the nearest tier had no room for a step that was not copied yet."""
+
+    def wait(self, name: StepName, tier: int | str, timeout_seconds: float) -> str:
+        """**Blocks.** Waits until a committed step is in a tier as well; returns its directory there."""
+
+    def close(self, timeout_seconds: float) -> None:
+        """**Blocks.** Waits until all is copied, and ends the threads."""
+
+    def abandon(self) -> None:
+        """Ends the threads, and waits for nothing."""
 
 
 class CheckpointWriter(Protocol):
@@ -44,11 +103,13 @@ class CheckpointWriter(Protocol):
             and while `clean` has not returned yet.
         compares: True if the next save compares replicated state.
         generation: The generation that is written, or None before the first save.
+        copier: What brings each committed step to the farther tiers of the run; None if it has none.
     """
 
     writes_early: bool
     compares: bool
     generation: int | None
+    copier: StepCopier | None
 
     def digest(self, staging: Staging, pool: WorkerPool) -> tuple[str, ...]:
         """**Blocks.** Returns digests of the values that are to be compared with those of other workers."""
@@ -109,6 +170,11 @@ class CheckpointWriter(Protocol):
         """Called when training continues from another state: the next save opens a generation of its own."""
         ...
 
+    def make_room(self, warn: Callable[[str], object]) -> bool:
+        """**Blocks.** Called if the disk is full: removes a step that stays for a reader or a farther tier only; True
+        if it did, and warned of it."""
+        return False
+
 
 class StepAttempt:
     """The files of one save, from their name to the commit. If the disk is full, it begins again once the save before
@@ -129,7 +195,7 @@ class StepAttempt:
         try:
             self._open(staging, pool).write_behind_copy(pool)
         except StorageFullError as error:
-            if not self._tidier.is_busy:
+            if not (self._tidier.is_busy or self._writer.make_room(self._warn)):
                 raise
             self.give_up(error)  # `write` begins again, where it may wait for room.
 
@@ -139,7 +205,7 @@ class StepAttempt:
             try:
                 return (self._files or self._open(staging, pool)).finish(pool)
             except StorageFullError as error:
-                if not self._tidier.wait():
+                if not (self._tidier.wait() or self._writer.make_room(self._warn)):
                     raise
                 self.give_up(error)
 
@@ -151,8 +217,11 @@ class StepAttempt:
             try:
                 return self._writer.commit(receipts, name, request.metrics, request.metadata)
             except StorageFullError:
-                if not self._tidier.wait():
+                if not (self._tidier.wait() or self._writer.make_room(self._warn)):
                     raise
+
+    def _warn(self, text: str) -> None:
+        self._emit(Warned(text=text))
 
     def give_up(self, error: BaseException) -> None:
         """**Blocks.** Removes what was written, as the save has failed with `error`. If this raises, that replaces it.
@@ -203,21 +272,37 @@ class RunWriter(CheckpointWriter):
     compares = False
 
     def __init__(
-        self, storage: Storage, keep: RetentionPolicy, *, incremental: bool = False, reuse_space: bool = True
+        self,
+        storage: Storage,
+        keep: RetentionPolicy,
+        *,
+        incremental: bool = False,
+        reuse_space: bool = True,
+        copier: StepCopier | None = None,
     ) -> None:
-        self._storage = storage
+        """`storage` may have tiers, whose nearest is written to; the `copier` brings each step to the others."""
+        # What generations are opened in, and what is saved into: the same, but for tiers.
+        self._whole = StoredRun(storage)
+        self.copier = copier
         self.generation: int | None = None
         self.base: Base | None = None
         # By this it knows an opening of its own that has failed half-way.
         self._token = os.urandom(16).hex()
         self._best = find_modes(keep)
-        self._run = StoredRun(storage)
-        self._retention = Retention(self._run, keep, self._token, incremental=incremental, reuse_space=reuse_space)
+        self._run = self._whole if copier is None else StoredRun(nearest_of(storage))
+        self._retention = Retention(
+            self._run,
+            keep,
+            self._token,
+            incremental=incremental,
+            reuse_space=reuse_space,
+            find_needed=None if copier is None else copier.find_needed,
+        )
         self.recycler = self._retention.recycler
         # The newest attempt that was named here, if any: it may be written while the save before is cleaned up after.
         self._attempts: tuple[StepName, ...] = ()
         # No later step than this was named in this generation, and no attempt with a higher number.
-        self._named_step, self._named_attempt = -1, 0
+        self._named = (-1, 0)
         # Attempts of which it is not known whether they are committed, or will be: a put may still be on its way.
         self._undecided: frozenset[StepName] = frozenset()
         self._incremental = Incremental(self._run) if incremental else None
@@ -246,17 +331,22 @@ class RunWriter(CheckpointWriter):
         base = None
         if self.generation is None:
             self.recycler.lock.take(inform)
-            self._run.check_unpassed(origin.seen_generation, self._token)
+            self.align()
+            whole = self._whole
+            whole.check_unpassed(origin.seen_generation, self._token)
             before = self._keep_lost()
             if origin.base not in before.committed:
-                self._run.check_base(origin.base)
-            generation = self._run.open_generation(self._token, seen_generation=origin.seen_generation, best=self._best)
+                whole.check_base(origin.base)
+            least = 0 if self.copier is None else self.copier.find_least()
+            generation = whole.open_generation(
+                self._token, seen_generation=origin.seen_generation, best=self._best, least=least
+            )
             # Those that are fenced now remove no step that they have not removed yet.
-            self._run.check_base(origin.base)
+            whole.check_base(origin.base)
             self._retention.begin(generation)
             base = make_base(generation, origin.base, origin.start_from)
-            self._run.record_base(base)
-            self.generation, self.base, self._named_step, self._named_attempt = generation, base, -1, 0
+            whole.record_base(base)
+            self.generation, self.base, self._named = generation, base, (-1, 0)
             self.exempt = origin.exempt
             self.recycler.lock.take(inform)  # A new run has its directory now.
             if self._incremental is not None:
@@ -266,13 +356,42 @@ class RunWriter(CheckpointWriter):
             self._retention.make_room(self.generation, {*busy, *self._undecided})
         return self._name_attempt(step, self.generation), base
 
+    def align(self) -> None:
+        """**Blocks.** Makes all tiers know the same generations; see `Tiers.align`."""
+        if self.copier is not None:
+            self.copier.align()
+
+    def read_records(self, generation: int) -> dict[str, str]:
+        """**Blocks.** Returns the records of a generation that was opened here, by path."""
+        paths = (generation_path(generation), base_path(generation))
+        return {path: self._run.storage.read(path, MAX_GENERATION_BYTES).decode() for path in paths}
+
+    def take_records(self, records: Mapping[str, str]) -> None:
+        """**Blocks.** Puts the records of the leader's generation into a tier of this worker's own."""
+        if records:
+            self.align()
+            self._run.storage.make_directory(GENERATIONS_DIRECTORY)
+        for path, record in records.items():
+            self._run.storage.publish(path, record.encode())
+
+    def make_room(self, warn: Callable[[str], object]) -> bool:
+        """See `CheckpointWriter`. The newest step is never among them."""
+        if (found := self._retention.remove_spared()) is None:
+            return False
+        name, is_needed = found
+        if is_needed and self.copier is not None:
+            self.copier.give_up(name)
+        else:
+            warn(f"the disk is full: step {name.step} was removed, although a reader had a lease")
+        return True
+
     def _keep_lost(self) -> Catalog:
         """Marks steps of older runs that have lost their manifests: later saves would take them for unfinished."""
-        catalog = self._run.look()
-        for name in self._run.find_lost(catalog):
+        catalog = self._whole.look()
+        for name in self._whole.find_lost(catalog):
             if name not in catalog.lost:
-                self._storage.write(name.committed_path, b"")
-                self._storage.sync_directory(name.directory)
+                self._run.storage.write(name.committed_path, b"")
+                self._run.storage.sync_directory(name.directory)
         return catalog
 
     def follow(self, generation: int, origin: StepName | None, exempt: frozenset[str] | None = None) -> None:
@@ -282,7 +401,7 @@ class RunWriter(CheckpointWriter):
         """
         self.exempt = exempt
         self.generation, self._token = generation, self._run.opening(generation).token
-        self._named_step = MAX_STEP
+        self._named = (MAX_STEP, self._named[1])
         if self._incremental is not None:
             self._incremental.begin(origin)
 
@@ -291,16 +410,16 @@ class RunWriter(CheckpointWriter):
         worker that was thought dead, may still write there."""
         taken = [0]
         # All directories of this generation are named here, so a later step than all before has none.
-        if step <= self._named_step:
+        if step <= self._named[0]:
             known = self._incremental.list_known() if self._incremental is not None else ()
-            names = (*known, *(parse_step_directory(entry.name) for entry in self._storage.list("")))
+            names = (*known, *(parse_step_directory(entry.name) for entry in self._run.storage.list("")))
             taken = [name.attempt for name in names if name and (name.step, name.generation) == (step, generation)]
-            taken.append(self._named_attempt)
+            taken.append(self._named[1])
         attempt = max(taken) + 1
-        self._named_step, self._named_attempt = max(self._named_step, step), max(self._named_attempt, attempt)
+        self._named = max(self._named[0], step), max(self._named[1], attempt)
         if attempt > MAX_ATTEMPT:
             raise StorageError(
-                f"{self._storage.url}: no attempt at step {step} can follow number {MAX_ATTEMPT}",
+                f"{self._run.storage.url}: no attempt at step {step} can follow number {MAX_ATTEMPT}",
                 hint="A directory there has a number that no job gave it; remove it.",
             )
         name = StepName(step, generation, attempt)
@@ -312,15 +431,15 @@ class RunWriter(CheckpointWriter):
     ) -> StepFiles:
         """See `CheckpointWriter`."""
         if self._incremental is None:
-            return StepFiles(snapshot, self._storage, name)
+            return StepFiles(snapshot, self._run.storage, name)
         plan = self._incremental.plan(snapshot, name, pool, self._retention.find_wanted(name, metrics))
-        return StepFiles(snapshot, self._storage, name, plan, self._incremental.note_written)
+        return StepFiles(snapshot, self._run.storage, name, plan, self._incremental.note_written)
 
     def commit(
         self, receipts: Receipts, name: StepName, metrics: Mapping[str, float], metadata: Mapping[str, Any]
     ) -> Manifest:
         """See `CheckpointWriter`."""
-        if not self._storage.traits.has_directories:
+        if not self._run.storage.traits.has_directories:
             self._undecided |= {name}
         found = receipts.nonfinite
         nonfinite = None if found is None else _FINITE
@@ -331,8 +450,9 @@ class RunWriter(CheckpointWriter):
             manifest = commit(
                 self._run, receipts, name, token=token, metrics=metrics, metadata=metadata, nonfinite=nonfinite
             )
-        except NotFoundError:
-            self.check_valid()
+        except StorageError as error:
+            if isinstance(error, NotFoundError) or self.copier is not None:
+                self.check_valid()
             raise
         self._undecided -= {name}
         if self.exempt is None:
@@ -354,12 +474,14 @@ class RunWriter(CheckpointWriter):
         manifest = self._run.step(name).manifest()
         record = seal(LateMetrics(manifest.token, dict(metrics)))
         paths = (f"{name.directory}/{metrics_name(number)}" for number in range(MAX_LATE_METRICS))
-        if not any(self._storage.publish(path, record) for path in paths):
+        if not any(self._run.storage.publish(path, record) for path in paths):
             raise StorageError(f"{name.directory} has too many records of metrics", path=name.directory)
         self._run.history.note(name, msgspec.structs.replace(manifest, metrics={**manifest.metrics, **metrics}).facts)
 
     def check_valid(self) -> None:
         """See `CheckpointWriter`: if a file of this job's is gone, another job may have removed it, or the run."""
+        if self.copier is not None:
+            self.copier.check()
         if self.generation is not None:
             self._run.check_owned(self.generation, self._token)
 
@@ -369,7 +491,7 @@ class RunWriter(CheckpointWriter):
         Where a manifest may still arrive, its data stay for it, until the next generation removes what is left.
         """
         # Not with the history, which `clean` may be using.
-        if name not in self._undecided and name in StoredRun(self._storage).look().unfinished:
+        if name not in self._undecided and name in StoredRun(self._run.storage).look().unfinished:
             self._run.step(name).discard()
 
     def clean(

@@ -81,6 +81,12 @@ def open_storage(location: str | os.PathLike[str] | Storage, **options: Any) -> 
     return scheme.open(text, **options)
 
 
+def nearest_of(storage: Storage) -> Storage:
+    """Returns the storage that saves write into: the nearest of `Tiers`, or else the storage itself."""
+    tiers: Any = storage
+    return tiers.nearest if storage.traits.has_tiers else storage
+
+
 def _open_bucket(url: str, **options: Any) -> Storage:
     # Most programs need no bucket.
     from holdfast.storage.services import open_bucket

@@ -52,6 +52,7 @@ class Traits(msgspec.Struct, frozen=True):
         read_parallel: How many reads at once are fast; 0 for as many as the reader has threads of its own.
         replaces: True if it has `replace(path, data)` besides, which puts a small file in place of an older one.
         passes_on: True if workers that read the same had better read it once, and pass it on between them.
+        has_tiers: True if it is several storages in one; see `storage/tiers.py`.
         hindrance: What makes saves slower than they could be, in words for a person; empty if nothing is known of.
     """
 
@@ -66,6 +67,7 @@ class Traits(msgspec.Struct, frozen=True):
     read_parallel: int = 0
     replaces: bool = False
     passes_on: bool = False
+    has_tiers: bool = False
     hindrance: str = ""
 
 

@@ -18,7 +18,7 @@ from holdfast.cli.completion import RunPath
 from holdfast.cli.exit_codes import ExitCode
 from holdfast.cli.report import Report, name_fields, problem_fields, verb
 from holdfast.cli.screen import BAD, FAINT, GOOD, NOTABLE, counted
-from holdfast.cli.target import MOST_LOOKS, RunTarget, belongs_to_run, choose_step, find_target, no_living
+from holdfast.cli.target import MOST_LOOKS, RunTarget, belongs_to_run, choose_step, find_target, no_living, takes_tiers
 from holdfast.errors import NoCheckpointError, UsageError
 from holdfast.events.kinds import size_text, time_text
 from holdfast.format.names import StepName, is_own_file, parse_step_directory
@@ -41,7 +41,8 @@ _STYLES: Final = {
 @click.argument("source", metavar="RUN[@STEP]", type=RunPath())
 @click.argument("destination", metavar="DESTINATION", type=RunPath(takes_step=False))
 @click.option("--steps", metavar="A,B-C,...", default="", help="Copy only these steps, and those from B to C.")
-def command(report: Report, source: str, destination: str, steps: str) -> None:
+@takes_tiers
+def command(report: Report, source: str, destination: str, steps: str, tiers: tuple[str, ...]) -> None:
     """Copy a run, or steps of it, to another place.
 
     RUN and DESTINATION are directories or URLs, such as runs/gpt and s3://bucket/gpt. All steps of the current lineage
@@ -53,7 +54,7 @@ def command(report: Report, source: str, destination: str, steps: str) -> None:
 
     The exit code is 0 if everything is in DESTINATION, and 1 if a step is damaged.
     """
-    target = find_target(source)
+    target = find_target(source, tiers)
     if target.is_step:
         raise UsageError(
             f"{source} is the directory of a single step", hint="Name the run above it, as in RUN@STEP or --steps."

@@ -9,6 +9,8 @@ from typing import Any, Final
 
 import click
 
+from holdfast.catalog import StoredRun
+from holdfast.catalog.holds import Hold
 from holdfast.catalog.survey import (
     NOTHING,
     Found,
@@ -28,6 +30,7 @@ from holdfast.cli.report import (
     SIZE,
     TIME,
     Column,
+    Kind,
     Report,
     found_fields,
     make_fields,
@@ -38,12 +41,13 @@ from holdfast.cli.report import (
     verb,
 )
 from holdfast.cli.screen import BAD, FAINT, GOOD, NOTABLE, PLAIN, STRONG, Words, age_text, counted, unspaced
-from holdfast.cli.target import find_run, find_runs, join_place, no_living, open_below
-from holdfast.errors import NoCheckpointError
+from holdfast.cli.target import find_run, find_runs, join_place, no_living, open_below, takes_tiers
+from holdfast.errors import NoCheckpointError, UsageError
 from holdfast.events.kinds import size_text
 from holdfast.format.names import StepName
 from holdfast.restore.read import open_pool
 from holdfast.storage import Storage, open_storage
+from holdfast.storage.tiers import Tiers
 
 LOWEST: Final = "▼"
 HIGHEST: Final = "▲"
@@ -66,7 +70,8 @@ _SHOWN_DAMAGES: Final = 10
     default="",
     help="Sort by a column, such as run, saved, step, size or a metric; -COLUMN for the greatest, or newest, first.",
 )
-def command(report: Report, places: tuple[str, ...], show_all: bool, order: str) -> None:
+@takes_tiers
+def command(report: Report, places: tuple[str, ...], show_all: bool, order: str, tiers: tuple[str, ...]) -> None:
     """List the checkpoints of a run, or the runs in a directory, the current one by default.
 
     DIRECTORY can be the URL of a bucket, or of a prefix in it.
@@ -75,14 +80,16 @@ def command(report: Report, places: tuple[str, ...], show_all: bool, order: str)
     the checkpoints that a restore can use.
 
     If DIRECTORY holds runs, at most three levels down, or if several directories are given, there is one line for each
-    run.
+    run. With --tier, what a run has in farther tiers is listed as well, with a column that says where each step is.
     """
     places = places or (".",)
+    if tiers and len(places) > 1:
+        raise UsageError("--tier is for one run", hint="Name one directory.")
     try:
-        target = find_run(places[0]) if len(places) == 1 else None
+        target = find_run(places[0], tiers) if len(places) == 1 else None
     except NoCheckpointError as error:
         storage = open_storage(places[0])
-        if next(iter(find_runs(storage)), None) is None:
+        if tiers or next(iter(find_runs(storage)), None) is None:
             report.fields, report.error = _make_document(storage.url, NOTHING, []), error
             return
         target = None
@@ -92,6 +99,8 @@ def command(report: Report, places: tuple[str, ...], show_all: bool, order: str)
     survey = survey_run(target.storage)
     shown = list(survey.found) if show_all else survey.of(State.LIVING)
     columns = list_columns(survey, shown, show_all=show_all)
+    if tiers:
+        columns.insert(-1, _make_tier_column(target.storage))
     report.fields = _make_document(target.storage.url, survey, columns)
     if survey.newest is None:
         report.error = no_living(survey.catalog, target)
@@ -143,11 +152,28 @@ def list_columns(survey: Survey, shown: Sequence[Found], *, show_all: bool = Fal
     ]
 
 
+_PLACES: Final = Kind(", ".join, ",".join)
+
+
+def _make_tier_column(storage: Any) -> Column[Found]:
+    """**Blocks.** Returns the column that says in which tiers a step is committed."""
+    tiers: Tiers = storage
+    known = {one.url: set(StoredRun(one.storage).look().committed) for one in tiers.tiers}
+    return Column(
+        "is in",
+        lambda one: [url for url, names in known.items() if one.name in names] or None,
+        _PLACES,
+        plain="TIERS",
+        key="tiers",
+    )
+
+
 def _list_marks(survey: Survey, one: Found, extremes: Mapping[str, Sequence[StepName | None]]) -> list[str]:
     marks = ["newest"] if one is survey.newest else []
     marks += ["damaged"] if one.damages else []
     marks += ["may_be_in_progress"] if one.may_be_in_progress else []
     marks += ["referred_to"] if one.referred_by else []
+    marks += [f"read_by:{unspaced(hold.reader)}" if hold.reader else "pinned" for hold in survey.find_holds(one)]
     marks += [f"refers_to:{name.directory}" for name in one.refers_to]
     for metric, (lowest, highest) in extremes.items() if one.manifest else ():
         marks += [f"lowest:{metric}"] if one.name == lowest else []
@@ -181,11 +207,20 @@ def _mark(survey: Survey, one: Found) -> Words:
         return ("manifest missing", BAD)
     if one.damages:
         return ("newest, damaged" if one is survey.newest else "damaged", BAD)
+    held = ", ".join(_describe_hold(hold) for hold in survey.find_holds(one))
     if one is survey.newest:
-        return ("newest", GOOD)
+        return (f"newest, {held}" if held else "newest", GOOD)
+    if held:
+        return (held, NOTABLE)
     if one.may_be_in_progress and one.state is State.UNFINISHED:
         return ("being written?", NOTABLE)
     return (_STATE_MARKS.get(one.state, "referred to" if one.referred_by else ""), FAINT)
+
+
+def _describe_hold(hold: Hold) -> str:
+    # By the clock of the reader, which may be another machine's.
+    ago = f" ({age_text(time.time() - hold.renewed_at_unix_seconds)})" if hold.reader else ""
+    return hold.reason + ago
 
 
 def _remark(report: Report, survey: Survey, show_all: bool) -> None:
@@ -216,7 +251,7 @@ def _make_document(url: str, survey: Survey, columns: Sequence[Column[Found]]) -
     opening = survey.opening
 
     def list_fields(state: State) -> list[dict[str, Any]]:
-        return [found_fields(one) | make_fields(columns, one) for one in survey.of(state)]
+        return [found_fields(one) | _hold_fields(survey, one) | make_fields(columns, one) for one in survey.of(state)]
 
     return {
         "run": url,
@@ -234,6 +269,20 @@ def _make_document(url: str, survey: Survey, columns: Sequence[Column[Found]]) -
         },
         **{"steps" if state is State.LIVING else state.value: list_fields(state) for state in State},
         "damaged_records": [problem_fields(fault) for fault in survey.catalog.faults],
+    }
+
+
+def _hold_fields(survey: Survey, one: Found) -> dict[str, Any]:
+    if one.state not in (State.LIVING, State.OFF_LINE):
+        return {}
+    holds = survey.find_holds(one)
+    return {
+        "is_pinned": any(not hold.reader for hold in holds),
+        "readers": [
+            {"name": hold.reader, **time_fields("renewed_at", hold.renewed_at_unix_seconds)}
+            for hold in holds
+            if hold.reader
+        ],
     }
 
 

@@ -29,7 +29,7 @@ from holdfast.cli.screen import (
     shape_text,
     share_text,
 )
-from holdfast.cli.target import Array, Contents, Heading, RunTarget, find_target, read_checkpoint
+from holdfast.cli.target import Array, Contents, Heading, RunTarget, find_target, read_checkpoint, takes_tiers
 from holdfast.convert.leaf_stream import StoredLeaf
 from holdfast.errors import DamageError, UsageError
 from holdfast.events import WitnessAgreed, WitnessDiffers, read_events
@@ -47,7 +47,8 @@ from holdfast.witness.ring import read_ring
     "--depth", type=click.IntRange(0, 16), default=2, show_default=True, help="How many levels of the tree are shown."
 )
 @click.option("--largest", metavar="N", type=click.IntRange(0), default=0, help="Also list the N largest arrays.")
-def command(report: Report, run: str, names: tuple[str, ...], depth: int, largest: int) -> None:
+@takes_tiers
+def command(report: Report, run: str, names: tuple[str, ...], depth: int, largest: int, tiers: tuple[str, ...]) -> None:
     """Show what one checkpoint holds.
 
     RUN is the directory that a job saves into. Its newest checkpoint is shown unless you add a step, as in
@@ -56,7 +57,7 @@ def command(report: Report, run: str, names: tuple[str, ...], depth: int, larges
     NAMEs select what is shown in full: an object (model), an array (model/layers.0.weight), or a pattern
     ('model/layers.*.weight').
     """
-    target = find_target(run)
+    target = find_target(run, tiers)
     selection = make_selection(names) if names else None
     heading, contents = read_checkpoint(target)
     witness = _read_witness(target)

@@ -116,6 +116,7 @@ class NameRecord(msgspec.Struct, frozen=True):
         base: The checkpoint from which the generation began, as step, generation and attempt; None for the beginning.
         opening: The digest of the record that opened the generation: it proves to a worker that it sees the same run.
         url: The URL of the run on the leader.
+        records: Of a run in tiers, the records of the generation, by path: a worker may have a tier of its own.
     """
 
     generation: int
@@ -123,6 +124,7 @@ class NameRecord(msgspec.Struct, frozen=True):
     base: tuple[int, int, int] | None
     opening: str
     url: str
+    records: dict[str, str] = {}
 
 
 class PartRecord(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -161,10 +163,12 @@ class EndRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     Attributes:
         failure: Whose failure ends the save; None if there is none.
         left_out: Why it is skipped, which is not a failure; empty if it is not.
+        manifest: Of a run in tiers, the manifest of the committed step: a worker may have a tier of its own.
     """
 
     failure: Failure | None = None
     left_out: str = ""
+    manifest: str = ""
 
     @property
     def is_well(self) -> bool:
@@ -231,8 +235,10 @@ class CommitProtocol:
         """**Blocks.** Returns where to write, as the leader reports it."""
         return self._wait("name", NameRecord, (LEADER,), f"begin to save step {self.place.step}")
 
-    def hand_in(self, record: PartRecord, holding: HeldReplicas) -> None:
+    def hand_in(self, record: PartRecord, holding: HeldReplicas) -> str:
         """**Blocks.** Reports what this worker has made durable, and waits until the step is committed.
+
+        Returns the manifest, if the leader has sent it; empty if not, or if it did not wait for this worker.
 
         Meanwhile it answers the leader's question about what it holds together with others. Raises `FencedError` if
         another job has taken over.
@@ -241,8 +247,9 @@ class CommitProtocol:
         self._has_handed_in = True
         self._put(part, record)
         what = f"commit step {self.place.step}"
+        end = WELL
         try:
-            self._raise_unless_well(self._wait("result", EndRecord, (LEADER,), what, holding=holding))
+            self._raise_unless_well(end := self._wait("result", EndRecord, (LEADER,), what, holding=holding))
         except _CommittedError:
             # The leader had this part, and did not wait until this worker had heard of the commit.
             pass
@@ -250,6 +257,7 @@ class CommitProtocol:
             if self._is_over:
                 # It may have come after the leader had deleted all messages.
                 self._peers.delete([self._key(part)])
+        return end.manifest
 
     def collect_parts(self) -> list[PartRecord]:
         """**Blocks.** Returns what all workers except the leader have made durable, in order of rank."""
@@ -275,11 +283,11 @@ class CommitProtocol:
         """On the leader, writes that the step is to be committed: from here on no other worker can end the save."""
         self._raise_unless_well(self._decide(WELL))
 
-    def report_committed(self) -> None:
+    def report_committed(self, manifest: str = "") -> None:
         """On the leader, writes that the step is committed; it is, even if the others do not learn of it."""
         self._is_committed = True
         with suppress(HoldfastError):
-            self._put("result", WELL)
+            self._put("result", EndRecord(manifest=manifest))
 
     def report_left_out(self, reason: str) -> None:
         """Reports that this worker cannot take part."""

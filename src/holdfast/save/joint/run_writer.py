@@ -18,8 +18,9 @@ from holdfast.catalog.publish import Receipts
 from holdfast.cluster.peers import Failure, make_sendable
 from holdfast.cluster.polling import SOME_KEYS, poll
 from holdfast.cluster.protocol import ANSWER_SECONDS
-from holdfast.errors import ClusterError, HoldfastError, PeerError, UsageError
+from holdfast.errors import ClusterError, HoldfastError, NotFoundError, PeerError, UsageError
 from holdfast.events import Diverged, Sink, Warned
+from holdfast.format.digests import seal
 from holdfast.format.names import StepName
 from holdfast.format.records import Base, Manifest, Reference
 from holdfast.process.worker_pool import WorkerPool
@@ -45,7 +46,7 @@ from holdfast.save.joint.replicas import (
 )
 from holdfast.save.joint.shared_storage_check import check_opening, find_unseen, read_opening_digest
 from holdfast.save.retention import Cleaning
-from holdfast.save.run_writer import CheckpointWriter, RunWriter, make_debris_warning
+from holdfast.save.run_writer import CheckpointWriter, RunWriter, StepCopier, make_debris_warning
 from holdfast.save.writer import StepFiles
 from holdfast.state.data.position import find_apart, list_positions
 from holdfast.storage.protocol import Storage
@@ -116,6 +117,11 @@ class JointRunWriter(CheckpointWriter):
         """See `CheckpointWriter`."""
         return self._own.generation
 
+    @property
+    def copier(self) -> StepCopier | None:  # type: ignore[override]
+        """See `CheckpointWriter`."""
+        return self._own.copier
+
     def leave_generation(self) -> None:
         """See `CheckpointWriter`."""
         self._own.leave_generation()
@@ -138,6 +144,7 @@ class JointRunWriter(CheckpointWriter):
         if not self._peers.is_leader:
             place = protocol.wait_name()
             if place.generation != self._own.generation:
+                self._own.take_records(place.records)
                 who = f"rank {self._peers.rank} on {self._peers.cluster.node}"
                 check_opening(self._storage, place, who, self._peers.timeout_seconds)
                 base_name = None if place.base is None else StepName(*place.base)
@@ -150,7 +157,8 @@ class JointRunWriter(CheckpointWriter):
         origin_name = None if self._own.base is None else self._own.base.name
         sent_base = None if origin_name is None else (origin_name.step, origin_name.generation, origin_name.attempt)
         url = make_sendable(self._storage.url)
-        protocol.put_name(NameRecord(name.generation, name.attempt, sent_base, opening, url))
+        records = {} if self.copier is None else self._own.read_records(name.generation)
+        protocol.put_name(NameRecord(name.generation, name.attempt, sent_base, opening, url, records))
         return name, base
 
     def open_files(
@@ -190,8 +198,10 @@ class JointRunWriter(CheckpointWriter):
         if self._peers.is_leader:
             manifest = self._commit_all([own, *protocol.collect_parts()], name, metrics, metadata)
         else:
-            protocol.hand_in(own, holding)
+            text = protocol.hand_in(own, holding)
             self._own.note_committed(found)
+            if text and self.copier is not None:
+                manifest = self.copier.keep_manifest(name, text)
         self._has_compared = self._has_compared or save.compares
         self.compares = not self._has_compared if self._check_replicas == "first" else self._check_replicas
         return manifest
@@ -213,17 +223,19 @@ class JointRunWriter(CheckpointWriter):
             raise self._make_error(*refused, VALUES_HINT)
         together = _put_together(parts)
         unseen = None
-        if not self._storage.traits.names_are_consistent:
+        # What is in a tier of a worker's own nobody else sees. Its copy into the next one is checked.
+        if self.copier is None and not self._storage.traits.names_are_consistent:
             unseen = find_unseen(self._storage, name, together, self._peers.timeout_seconds)
         if unseen is not None:
             # Another job that has begun to save meanwhile has removed it, for what a dead one had left.
             StoredRun(self._storage).check_fence(name.generation)
             raise self._peers.failures.make_error(unseen)
-        self._coverage.check(self._storage, name, [part.shards for part in parts], [part.values for part in parts])
+        with suppress(*([NotFoundError] if self.copier is not None else [])):
+            self._coverage.check(self._storage, name, [part.shards for part in parts], [part.values for part in parts])
         # Workers that gave up have written a verdict by now; the others wait for the result.
         protocol.agree()
         manifest = self._own.commit(together, name, metrics, metadata)
-        protocol.report_committed()
+        protocol.report_committed("" if self.copier is None else seal(manifest).decode())
         self._warn(name, find_apart([part.positions for part in parts]), divergences)
         return manifest
 
@@ -254,11 +266,18 @@ class JointRunWriter(CheckpointWriter):
         else:
             save.protocol.report_failure(error)
 
+    def make_room(self, warn: Callable[[str], object]) -> bool:
+        """See `CheckpointWriter`. The leader does it, when its own files have no room."""
+        return self._peers.is_leader and self._own.make_room(warn)
+
     def clean(
         self, newest: StepName, protected: Mapping[StepName, str], manifest: Manifest | None = None
     ) -> Cleaning | None:
-        """**Blocks.** Like `RunWriter.clean`, except for directories that others may write to. The leader does it."""
-        return self._own.clean(newest, protected, manifest, self._list_busy()) if self._peers.is_leader else None
+        """**Blocks.** Like `RunWriter.clean`, except for directories that others may write to. The leader does it, and
+        who was given the manifest for a tier of its own."""
+        if not self._peers.is_leader and manifest is None:
+            return None
+        return self._own.clean(newest, protected, manifest, self._list_busy())
 
     def add_metrics(self, name: StepName, metrics: Mapping[str, float], seen_generation: int) -> None:
         """See `CheckpointWriter`; the leader does it."""

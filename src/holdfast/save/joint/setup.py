@@ -14,8 +14,8 @@ from holdfast.cluster.discover import Choice, open_cluster
 from holdfast.deadlines import JOIN_SECONDS
 from holdfast.events import Sink, Warned
 from holdfast.options import SaveOptions
-from holdfast.policies import SaveMoment, SavePolicy, is_by_step
-from holdfast.save.run_writer import CheckpointWriter, RunWriter
+from holdfast.policies import RetentionPolicy, SaveMoment, SavePolicy, is_by_step
+from holdfast.save.run_writer import CheckpointWriter, RunWriter, StepCopier
 from holdfast.storage import Storage
 
 if TYPE_CHECKING:
@@ -66,12 +66,19 @@ def try_plan_save(policy: SavePolicy, moment: SaveMoment, participant: JointPart
 
 
 def make_writer(
-    storage: Storage, options: SaveOptions, participant: JointParticipant | None, emit: Sink
+    storage: Storage,
+    options: SaveOptions,
+    participant: JointParticipant | None,
+    emit: Sink,
+    copier: StepCopier | None = None,
 ) -> tuple[CheckpointWriter, FileRecycler]:
     """Returns what writes the checkpoints of a run, by this worker or by all together; and the recycled files."""
     # One spare does not help many workers, whose shared file systems usually grant no leases.
     reuse_space = options.reuse_space and participant is None
-    writer = RunWriter(storage, options.keep, incremental=options.incremental, reuse_space=reuse_space)
+    keep: RetentionPolicy = options.keep
+    if copier is not None:
+        keep = copier.keep
+    writer = RunWriter(storage, keep, incremental=options.incremental, reuse_space=reuse_space, copier=copier)
     if participant is None:
         return writer, writer.recycler
     from holdfast.save.joint.run_writer import JointRunWriter

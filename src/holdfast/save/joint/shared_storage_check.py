@@ -14,6 +14,7 @@ from holdfast.format.digests import digest
 from holdfast.format.names import START_NAME, StepName, data_name, generation_path, index_name
 from holdfast.format.records import MAX_GENERATION_BYTES
 from holdfast.save.joint.protocol import NameRecord
+from holdfast.storage.open import nearest_of
 from holdfast.storage.protocol import Storage
 
 _HINT: Final = "All workers must save into one directory: is it on a file system that all nodes share?"
@@ -63,6 +64,8 @@ def read_opening_digest(storage: Storage, generation: int) -> str:
 def check_opening(storage: Storage, place: NameRecord, who: str, timeout_seconds: float) -> None:
     """**Blocks.** Like `check_token`, for the generation that the leader has opened, by the digest of its record."""
     path = generation_path(place.generation)
+    if place.records and storage.traits.has_tiers:
+        storage = nearest_of(storage)  # It has them from the leader; the farthest may be out of reach.
 
     def look() -> str:
         is_same = read_opening_digest(storage, place.generation) == place.opening

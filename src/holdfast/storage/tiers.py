@@ -1,0 +1,586 @@
+"""A run in several places: each step is saved in the nearest one, and copied on to the farther ones.
+
+Each tier holds the run as a plain storage does, and could be used alone. Seen together, a file is that of the nearest
+tier that has it; generations are opened in the farthest tier that can be reached.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import KW_ONLY, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Final, NamedTuple, TypeVar
+
+from holdfast.errors import DamageError, FencedError, HoldfastError, NotFoundError, StorageError, UsageError
+from holdfast.format.digests import unseal
+from holdfast.format.names import (
+    GENERATIONS_DIRECTORY,
+    MANIFEST_NAME,
+    START_NAME,
+    base_path,
+    generation_path,
+    is_part,
+    join,
+    parse_generation_file,
+    parse_step_directory,
+    parse_summary_file,
+    summary_path,
+)
+from holdfast.format.records import MAX_GENERATION_BYTES, Opening
+from holdfast.numbers import check_whole
+from holdfast.policies import RetentionPolicy, read_keep
+from holdfast.process.terminal import inform
+from holdfast.storage.local.files import sync_to_disk
+from holdfast.storage.open import open_storage
+from holdfast.storage.protocol import Entry, FileReader, FileWriter, Storage, Traits
+
+_FIRST_REST_SECONDS: Final = 1.0
+_MOST_REST_SECONDS: Final = 30.0
+"""For so long a tier that could not be reached is not asked again: twice as long each time."""
+
+_LEAST_GAP: Final = 1000
+_MOST_GAP: Final = 1_000_000
+
+PARTED_PREFIX: Final = "parted-"
+"""The beginning of the name of a directory with steps that another machine's job has passed."""
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class Tier:
+    """One place of a run in tiers.
+
+    Attributes:
+        place: A directory, a URL, or an open storage.
+        keep: Which checkpoints to keep there, as in `CheckpointManager`; None for what the manager was given.
+        every: Takes only the first checkpoint in each so many steps; None for every checkpoint. The first tier takes
+            all.
+        most_bytes_per_second: How fast to copy into it; None for as fast as it goes.
+    """
+
+    place: str | os.PathLike[str] | Storage
+    _: KW_ONLY
+    keep: RetentionPolicy | int | str | None = None
+    every: int | None = None
+    most_bytes_per_second: int | None = None
+    policy: RetentionPolicy | None = field(init=False, repr=False)
+    storage: Storage = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        for name in ("every", "most_bytes_per_second"):
+            if (value := getattr(self, name)) is not None:
+                check_whole(f"Tier({name})", value, 1)
+        object.__setattr__(self, "policy", read_keep(self.keep))
+        object.__setattr__(self, "storage", open_storage(self.place))
+
+    @property
+    def url(self) -> str:
+        """The URL of the place."""
+        return self.storage.url
+
+
+class _Down(NamedTuple):
+    """Until when a tier is left alone, for how long that is, and why."""
+
+    until: float = 0.0
+    rest_seconds: float = _FIRST_REST_SECONDS / 2
+    problem: str = ""
+
+
+class Tiers:
+    """**Thread-safe.** The tiers of a run as one storage, to be passed wherever a directory is taken.
+
+    Training saves into the first tier, and is free as soon as a save is committed there. In the background each
+    checkpoint is copied to the other tiers, and every byte is checked as it passes. A restore takes the newest whole
+    checkpoint of the current lineage, and each file of it from the nearest tier that has it.
+
+    `Tiers("/nvme/run", "s3://bucket/run")`: nearest first. Pass a `Tier` for options of a place. Of several workers
+    each may have a first tier of its own, as a disk of its machine is; the last tier is one that all of them share.
+
+    As a storage it reads from all tiers and writes into the first; what belongs to a generation goes to all of them.
+
+    Attributes:
+        tiers: The tiers, nearest first.
+        traits: See `Storage`.
+        say: Called with a line if a tier cannot be reached, or has passed what another has.
+        read_bytes: How many bytes were read of the files of each tier.
+        first_offering: The first tier whose list of steps counts: the farthest, if workers have a first tier of their
+            own, in which each sees only a part of a step.
+    """
+
+    def __init__(self, *tiers: Tier | str | os.PathLike[str] | Storage) -> None:
+        """Reads and writes nothing yet."""
+        self.tiers = tuple(one if isinstance(one, Tier) else Tier(one) for one in tiers)
+        urls = [one.url for one in self.tiers]
+        if len(urls) < 2 or len(set(urls)) < len(urls):
+            raise UsageError(
+                f"Tiers needs two places or more, and different ones, got {', '.join(urls) or 'none'}",
+                hint='For example Tiers("/nvme/run", "s3://bucket/run"), nearest first.',
+            )
+        if any(one.storage.traits.has_tiers for one in self.tiers):
+            raise UsageError("a tier cannot have tiers itself", hint="List all places in one Tiers(...).")
+        if self.tiers[0].every is not None:
+            raise UsageError("the first tier takes every checkpoint", hint="Leave out every=, or set save_every=.")
+        self._storages = tuple(one.storage for one in self.tiers)
+        shared, self.say = [one.storage.traits for one in self.tiers], inform
+        far = shared[-1]
+        self.traits = Traits(
+            # A late writer is kept out by the nearest tier, which has directories of its own.
+            has_directories=False,
+            lists_deep=far.lists_deep,
+            is_shared=True,
+            names_are_consistent=all(traits.names_are_consistent for traits in shared),
+            read_parallel=far.read_parallel,
+            passes_on=far.passes_on,
+            has_tiers=True,
+        )
+        # Held while records are passed on.
+        self._aligning = threading.Lock()
+        # Guards the rest, of which none is held during a call of a tier.
+        self._lock = threading.Lock()
+        self.read_bytes = [0] * len(urls)
+        # True if the next generation is to be opened without the farthest tier.
+        self._is_alone = False
+        self.first_offering = 0
+        self._down = [_Down()] * len(urls)
+        self._has_said: set[str] = set()
+        # From which generation on a tier has gone another way than the farthest one; none if it has not. And those that
+        # were set aside: a step of theirs may have appeared later.
+        self._parted: list[int | None] = [None] * len(urls)
+        self._aside: list[frozenset[int]] = [frozenset()] * len(urls)
+        # By tier and path, how often what was read there was damaged.
+        self._damages: dict[tuple[int, str], int] = {}
+
+    def __repr__(self) -> str:
+        return f"Tiers({', '.join(repr(one.url) for one in self.tiers)})"
+
+    @property
+    def url(self) -> str:
+        """The URL of the nearest tier."""
+        return self.tiers[0].url
+
+    @property
+    def location(self) -> Path | None:
+        """The directory of the nearest tier; None if it has none."""
+        return self.tiers[0].storage.location
+
+    @property
+    def nearest(self) -> Storage:
+        """The tier that saves write into."""
+        return self._storages[0]
+
+    def find(self, tier: int | str) -> int:
+        """Returns the number of a tier: by its number, -1 for the farthest, or by its place as it was written.
+
+        Raises:
+            UsageError: If there is none.
+        """
+        names = [{one.url, str(one.place).rstrip("/")} for one in self.tiers]
+        if isinstance(tier, str):
+            found = [number for number, known in enumerate(names) if tier.rstrip("/") in known]
+        else:
+            found = [*range(len(names))][check_whole("tier", tier, -len(names), len(names) - 1) :][:1]
+        if not found:
+            known = ", ".join(one.url for one in self.tiers)
+            raise UsageError(f"{tier!r} is not a tier of the run", hint=f"They are {known}.")
+        return found[0]
+
+    def is_up(self, number: int) -> bool:
+        """Returns True unless a tier could not be reached just now."""
+        return self._down[number].until <= time.monotonic()
+
+    def note_down(self, number: int, error: HoldfastError) -> None:
+        """Leaves a tier alone for a while, and says so once."""
+        if not self.is_up(number):
+            return
+        with self._lock:
+            rest_seconds = min(2 * self._down[number].rest_seconds, _MOST_REST_SECONDS)
+            self._down[number] = _Down(time.monotonic() + rest_seconds, rest_seconds, error.message)
+        text = f"{self.tiers[number].url} cannot be reached, and is left alone for a while: {error.message}"
+        self._say_once(f"down {number}", text)
+
+    def note_up(self, number: int) -> None:
+        """Forgets that a tier could not be reached."""
+        with self._lock:
+            self._down[number] = _Down()
+            self._has_said.discard(f"down {number}")
+
+    def avoid(self, path: str) -> bool:
+        """Reads a damaged file from another tier from now on, and others of its step as well, if that one has them.
+
+        Returns:
+            False if no other tier has it.
+        """
+        having = [number for number in self._order(path) if self._has(number, path)] if path else []
+        for one in (path, path.partition("/")[0]):
+            with self._lock:
+                for number in having[:1]:
+                    self._damages[number, one] = self._damages.get((number, one), 0) + 1
+        return any((number, path) not in self._damages for number in having[1:])
+
+    def align(self) -> None:
+        """**Blocks.** Makes the records of generations the same in all tiers that can be reached.
+
+        What the farthest has others get. What others have opened while it could not be reached it gets, if no job has
+        opened a newer generation there. If one has, what the nearer tier has since then is set aside, in a directory of
+        its own: it is not in the lineage.
+
+        Raises:
+            FencedError: If that was not known when the run was last looked at.
+            StorageError: If a storage fails that is not merely out of reach.
+        """
+        far = self._find_farthest()
+        with self._aligning:
+            self._align(far)
+
+    def find_least(self) -> int:
+        """**Blocks.** Returns the least number that the next generation may have; 0 for any.
+
+        It is larger than those that were set aside. Where the farthest tier cannot be reached it is one that no other
+        job will choose meanwhile: a step has the same name in no other line.
+        """
+        least = max((number + 1 for number in self._list_aside(0)), default=0)
+        self._is_alone = not self.is_up(len(self.tiers) - 1)
+        if self._is_alone:
+            gap = _LEAST_GAP + int.from_bytes(os.urandom(4), "big") % _MOST_GAP
+            least = max([least, *_list_generations(self.nearest)[-1:]]) + gap
+        return least
+
+    def _list_aside(self, number: int) -> list[int]:
+        """Returns the generations that were set aside in a tier."""
+        storage = self._storages[number]
+        names = [entry.name for entry in storage.list("") if entry.name.startswith(PARTED_PREFIX)]
+        return [generation for name in names for generation in _list_generations(storage, name)]
+
+    def _align(self, far: int) -> None:
+        for number in range(far):
+            known, parted, aside = self._parted[number], None, ""
+            with self._reaching(far):
+                parted = self._find_parted(number, far)
+                if parted is not None:
+                    aside = self._set_aside(number, parted)
+                    self._parted[number] = None
+                for source, goal in ((number, far), (far, number)):
+                    _pass_on(self._storages[source], self._storages[goal])
+            if parted is not None:
+                text = (
+                    f"{self.tiers[number].url}: another job has gone on in {self.tiers[far].url}, so generation "
+                    f"{parted} and its steps are not in the lineage; {aside}"
+                )
+                self._say_once(f"parted {number} {parted}", text)
+                if known is None:
+                    raise FencedError(text, hint="Start this job again; it resumes from the newest step of the others.")
+
+    def _find_parted(self, number: int, far: int) -> int | None:
+        """Returns the first generation of a tier from which on it has gone another way than a farther one, or None."""
+        near, beyond = self._storages[number], self._storages[far]
+        own, others = _list_generations(near), _list_generations(beyond)
+        agreed = 0
+        for generation in sorted(set(own) & set(others), reverse=True):
+            if _read_token(near, generation) == _read_token(beyond, generation):
+                agreed = generation
+                break
+        newer = [one for one in own if one > agreed]
+        if not newer or not others or others[-1] <= agreed:
+            return None
+        if not agreed and others[0] <= own[-1]:
+            raise UsageError(
+                f"{near.url} and {beyond.url} are different runs: no job has opened both",
+                hint="Give each run places of its own.",
+            )
+        return newer[0]
+
+    def _set_aside(self, number: int, parted: int) -> str:
+        """Takes what was saved from a generation on out of the run; returns what became of it, in words.
+
+        The record of that generation goes last. A crash before leaves a tier that is still seen to have parted.
+        """
+        storage = self._storages[number]
+        steps = [entry.name for entry in storage.list("") if entry.is_directory]
+        steps = [name for name in steps if (step := parse_step_directory(name)) and step.generation >= parted]
+        records = [entry.name for entry in storage.list(GENERATIONS_DIRECTORY)]
+        summaries = [one for one in map(parse_summary_file, records) if one is not None and one[0] >= parted]
+        storage.delete([summary_path(*one) for one in summaries])
+        generations = [one for one in _list_generations(storage)[::-1] if one >= parted]
+        paths = [path for one in generations for path in (base_path(one), generation_path(one))]
+        if (root := storage.location) is None:
+            files = [f"{step}/{one.name}" for step in steps for one in storage.list(step)]
+            # All manifests first: what has none is not offered.
+            storage.delete([path for path in files if path.endswith(f"/{MANIFEST_NAME}")])
+            storage.delete(files)
+            storage.delete(steps)
+            for path in paths:
+                storage.delete([path])
+            return "they were removed"
+        aside = root / f"{PARTED_PREFIX}{parted:04d}-{_read_token(storage, parted)[:8]}"
+        (aside / GENERATIONS_DIRECTORY).mkdir(parents=True, exist_ok=True)
+        for path in (*steps, *paths):
+            # Another worker of this machine may do the same.
+            with suppress(FileNotFoundError):
+                os.replace(root / path, aside / path)  # noqa: PTH105  Both are paths.
+        for directory in (aside, aside / GENERATIONS_DIRECTORY, root / GENERATIONS_DIRECTORY, root):
+            descriptor = os.open(directory, os.O_RDONLY)
+            try:
+                sync_to_disk(descriptor)
+            finally:
+                os.close(descriptor)
+        return f"they are in {aside} now"
+
+    def _find_farthest(self) -> int:
+        return max(number for number in range(len(self.tiers)) if number == 0 or self.is_up(number))
+
+    def _say_once(self, key: str, text: str) -> None:
+        with self._lock:
+            if key in self._has_said:
+                return
+            self._has_said.add(key)
+        self.say(text)
+
+    @contextmanager
+    def _reaching(self, number: int) -> Iterator[None]:
+        """Notes that a farther tier cannot be reached, instead of its error."""
+        try:
+            yield
+        except StorageError as error:
+            if number == 0:
+                raise
+            # If it is the nearest that fails, this says so.
+            self.nearest.list(GENERATIONS_DIRECTORY)
+            self.note_down(number, error)
+
+    # What follows is a `Storage`.
+
+    def make_directory(self, path: str) -> None:
+        """**Blocks.** Creates a directory in the nearest tier; that of the generations in all; see `Storage`."""
+        for number, storage in enumerate(self._storages):
+            if number == 0 or (path == GENERATIONS_DIRECTORY and self.is_up(number)):
+                with self._reaching(number):
+                    storage.make_directory(path)
+
+    def create(self, path: str, size_bytes: int) -> FileWriter:
+        """Begins a new file in the nearest tier; see `Storage`."""
+        return self.nearest.create(path, size_bytes)
+
+    def write(self, path: str, data: bytes) -> None:
+        """**Blocks.** Writes a small file into the nearest tier; see `Storage`."""
+        self.nearest.write(path, data)
+
+    def sync_directory(self, path: str) -> None:
+        """**Blocks.** Makes names of the nearest tier durable; see `Storage`."""
+        self.nearest.sync_directory(path)
+
+    def publish(self, path: str, data: bytes) -> bool:
+        """**Blocks.** Makes a small file appear; that of a generation first in the farthest tier, whose answer counts.
+
+        See `Storage`.
+        """
+        if path == START_NAME:
+            return self._storages[-1].publish(path, data)
+        is_opening = path.startswith(f"{GENERATIONS_DIRECTORY}/") and parse_generation_file(path.rpartition("/")[2])
+        if is_opening and not self._is_alone and not self.is_up(len(self.tiers) - 1):
+            # The number was chosen for a tier that can be reached.
+            raise self._make_down_error(-1, path)
+        if not path.startswith(f"{GENERATIONS_DIRECTORY}/"):
+            return self.nearest.publish(path, data)
+        decided = False
+        for number in reversed(range(len(self.tiers))):
+            if number and not self.is_up(number):
+                continue
+            with self._reaching(number):
+                made = self._storages[number].publish(path, data)
+                if not decided and not made:
+                    return False
+                decided = True
+            if is_opening and not decided and not self._is_alone:
+                raise self._make_down_error(number, path)
+        return True
+
+    def read(self, path: str, limit_bytes: int) -> bytes:
+        """**Blocks.** Reads a whole small file of the nearest tier that has it; see `Storage`."""
+        return self._find(path, lambda storage: storage.read(path, limit_bytes))[1]
+
+    def open_reader(self, path: str) -> FileReader:
+        """**Blocks.** Opens a file of the nearest tier that has it; see `Storage`."""
+        number, reader = self._find(path, lambda storage: storage.open_reader(path))
+        return _CountingReader(reader, partial(self._count, number))
+
+    def list(self, path: str, *, deep: bool = False) -> list[Entry]:
+        """**Blocks.** Returns what is in a directory of any tier; see `Storage`.
+
+        Raises:
+            StorageError: If a tier cannot be reached, and the others have nothing there: of the run's root, no
+                committed step. What cannot be reached is not taken for empty.
+        """
+        far = self._find_farthest()
+        failure: StorageError | None = None
+        if path == "":
+            for number in range(len(self.tiers) - 1):
+                self._aside[number] = frozenset(self._list_aside(number))
+                with self._reaching(far):
+                    self._parted[number] = self._find_parted(number, far) if number < far else None
+        found: dict[str, Entry] = {}
+        for number in reversed(range(self.first_offering, len(self.tiers))):
+            try:
+                if number and not self.is_up(number):
+                    raise self._make_down_error(number, path)
+                entries = self._storages[number].list(path, deep=deep)
+            except StorageError as error:
+                if number == 0:
+                    raise
+                self.note_down(number, error)
+                failure = error
+                continue
+            found |= {one.name: one for one in entries if not self._is_hidden(number, join(path, one.name))}
+        if failure is not None and (self.first_offering or not (self._has_step(found) if path == "" else found)):
+            raise failure
+        return sorted(found.values(), key=lambda entry: entry.name)
+
+    def delete(self, paths: Iterable[str]) -> bool:
+        """**Blocks.** Removes files from all tiers; see `Storage`."""
+        listed, are_gone = list(paths), True
+        for storage in self._storages:
+            are_gone = storage.delete(listed) and are_gone
+        return are_gone
+
+    def discard(self, paths: Iterable[str], next_bytes: int) -> None:
+        """**Blocks.** Removes files of the nearest tier; see `Storage`."""
+        self.nearest.discard(paths, next_bytes)
+
+    def retire(self, directory: str) -> str:
+        """Returns the directory as it is; see `Storage`."""
+        return directory
+
+    def _find(self, path: str, look: Callable[[Storage], _T]) -> tuple[int, _T]:
+        """Returns what the first tier has that has it, in the order in which they are to be asked."""
+        problem: HoldfastError | None = None
+        for number in self._order(path):
+            if number and not self.is_up(number):
+                problem = problem or self._make_down_error(number, path)
+                continue
+            try:
+                return number, look(self._storages[number])
+            except NotFoundError as error:
+                problem = problem or error
+            except DamageError as error:
+                problem = error
+            except StorageError as error:
+                if number == 0:
+                    raise
+                self.note_down(number, error)
+                # It may be there: it is not said to be missing.
+                problem = error if problem is None or isinstance(problem, NotFoundError) else problem
+        raise problem or NotFoundError(f"{path} is in no tier", path=path)
+
+    def _order(self, path: str) -> Sequence[int]:
+        """Returns the tiers in which a file may be, the best first: those whose copy of it was not found damaged."""
+        if path == START_NAME:
+            return (len(self.tiers) - 1,)
+        directory = path.partition("/")[0]
+        first = 0 if is_part(path.rpartition("/")[2]) else self.first_offering
+        numbers = [number for number in range(first, len(self.tiers)) if not self._is_hidden(number, path)]
+        if not self._damages:
+            return numbers
+
+        def rank(number: int) -> tuple[int, int, int]:
+            return self._damages.get((number, path), 0), self._damages.get((number, directory), 0), number
+
+        return sorted(numbers, key=rank)
+
+    def _is_hidden(self, number: int, path: str) -> bool:
+        """Returns True for what a tier has from a generation on that has parted, and for summaries.
+
+        A summary speaks of the steps of its own tier.
+        """
+        directory, _, rest = path.partition("/")
+        parted = self._parted[number]
+        if directory == GENERATIONS_DIRECTORY:
+            name = rest.removesuffix(".base.json")
+            generation = parse_generation_file(rest) or parse_generation_file(f"{name}.json")
+            is_passed = parted is not None and generation is not None and generation >= parted
+            return is_passed or parse_summary_file(rest) is not None
+        if (step := parse_step_directory(directory)) is None:
+            return False
+        return (parted is not None and step.generation >= parted) or step.generation in self._aside[number]
+
+    def _make_down_error(self, number: int, path: str) -> StorageError:
+        return StorageError(f"{self.tiers[number].url} cannot be reached: {self._down[number].problem}", path=path)
+
+    def _has(self, number: int, path: str) -> bool:
+        with suppress(HoldfastError):
+            if self.is_up(number):
+                self._storages[number].open_reader(path).close()
+                return True
+        return False
+
+    def _has_step(self, found: dict[str, Entry]) -> bool:
+        steps = [name for name in found if parse_step_directory(name.partition("/")[0]) is not None]
+        if any("/" in name for name in steps):
+            return any(name.endswith(f"/{MANIFEST_NAME}") for name in steps)
+        return any(one.name == MANIFEST_NAME for name in reversed(steps) for one in self.nearest.list(name))
+
+    def _count(self, number: int, size_bytes: int) -> None:
+        with self._lock:
+            self.read_bytes[number] += size_bytes
+
+
+class _CountingReader:
+    """A file of one tier; see `FileReader`."""
+
+    def __init__(self, reader: FileReader, count: Callable[[int], None]) -> None:
+        self.size_bytes = reader.size_bytes
+        self._reader, self._count = reader, count
+
+    def read_into(self, offset_bytes: int, into: memoryview) -> None:
+        """**Thread-safe.** See `FileReader`."""
+        self._reader.read_into(offset_bytes, into)
+        self._count(into.nbytes)
+
+    def read_digested(self, offset_bytes: int, parts: Sequence[memoryview]) -> list[str]:
+        """**Thread-safe.** See `FileReader`."""
+        digests = self._reader.read_digested(offset_bytes, parts)
+        self._count(sum(part.nbytes for part in parts))
+        return digests
+
+    def close(self) -> None:
+        """Closes; may be repeated."""
+        self._reader.close()
+
+
+def _list_generations(storage: Storage, below: str = "") -> list[int]:
+    names = (parse_generation_file(entry.name) for entry in storage.list(join(below, GENERATIONS_DIRECTORY)))
+    return sorted(filter(None, names))
+
+
+def _pass_on(source: Storage, goal: Storage) -> None:
+    """**Blocks.** Gives a tier the records of generations that are newer than its own; of many to an empty one, the
+    newest.
+
+    Those of older steps come with the steps.
+    """
+    there, here = _list_generations(goal), _list_generations(source)
+    newer = [one for one in here if one > there[-1]] if there else here[-1:]
+    if newer:
+        goal.make_directory(GENERATIONS_DIRECTORY)
+    # The base of the newest may have been recorded only now.
+    for generation in (*there[-1:], *newer):
+        for path in (generation_path(generation), base_path(generation)):
+            with suppress(NotFoundError):
+                record = source.read(path, MAX_GENERATION_BYTES)
+                if not goal.publish(path, record) and goal.read(path, MAX_GENERATION_BYTES) != record:
+                    raise FencedError(f"{goal.url}: another job has opened generation {generation} just now")
+
+
+def _read_token(storage: Storage, generation: int) -> str:
+    """Returns the token of who opened a generation; the record as it is, if it cannot be read."""
+    path = generation_path(generation)
+    data = storage.read(path, MAX_GENERATION_BYTES)
+    try:
+        return unseal(Opening, data, path=path).token
+    except DamageError:
+        return data.hex()

@@ -1,0 +1,125 @@
+"""The farther tiers of a run, as its manager knows them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from holdfast.catalog import Catalog, StoredRun
+from holdfast.errors import HoldfastError
+from holdfast.events import Failed, Sink, Warned
+from holdfast.format.names import StepName
+from holdfast.format.records import Manifest, decode_manifest
+from holdfast.policies import KeptCandidate, RetentionPolicy
+from holdfast.storage.tiers import Tiers
+from holdfast.tiering.hop import Hop
+from holdfast.tiering.workers import Nearby, complete_newest, find_nearby
+
+if TYPE_CHECKING:
+    from holdfast.save.joint.participant import JointParticipant
+
+
+def begin_tiers(
+    storage: Any, catalog: Catalog, keep: RetentionPolicy, participant: JointParticipant | None, emit: Sink
+) -> tuple[Catalog, TierCopier]:
+    """**Collective.** **Blocks.** See `open_tiers`; the storage has tiers."""
+    tiers: Tiers = storage
+    tiers.say = lambda text: emit(Warned(text=text, by_each=True))
+    nearby = Nearby()
+    if participant is not None:
+        nearby = find_nearby(tiers, participant.peers)
+        if not nearby.is_common:
+            complete_newest(tiers, participant.peers, nearby)
+            tiers.first_offering = len(tiers.tiers) - 1
+            catalog = StoredRun(storage).look()
+    return catalog, TierCopier(tiers, keep, nearby, emit)
+
+
+class TierCopier:
+    """**Thread-safe.** Copies each committed step into all farther tiers, in the background.
+
+    It begins when this job has begun to save: a program that only reads copies nothing. See `StepCopier` for the rest.
+
+    Attributes:
+        keep: What is kept in the nearest tier.
+    """
+
+    def __init__(self, tiers: Tiers, keep: RetentionPolicy, nearby: Nearby, emit: Sink) -> None:
+        """Starts nothing yet. `keep` is for tiers that have no policy of their own."""
+        self._nearby = nearby
+        self._tiers, self._emit, self.keep = tiers, emit, tiers.tiers[0].policy or keep
+        self._hops = [Hop(tiers, number, keep, nearby, emit) for number in range(1, len(tiers.tiers))]
+
+    def align(self) -> None:
+        """**Blocks.** Makes all tiers know the same generations; see `Tiers.align`."""
+        self._tiers.align()
+
+    def find_least(self) -> int:
+        """**Blocks.** See `Tiers.find_least`."""
+        return self._tiers.find_least()
+
+    def check(self) -> None:
+        """Raises `FencedError` if another job was found to have gone on in a farther tier."""
+        for hop in self._hops:
+            if hop.fenced is not None:
+                raise hop.fenced
+
+    def note_committed(self) -> None:
+        """Called when a step is committed in the nearest tier."""
+        for hop in self._hops:
+            hop.wake()
+
+    def find_needed(self, candidates: Sequence[KeptCandidate[StepName]]) -> Mapping[StepName, str]:
+        """Returns the steps that may not be removed from the nearest tier yet, each with the reason."""
+        needed: dict[StepName, str] = {}
+        for hop in self._hops:
+            needed |= dict.fromkeys(hop.choose(candidates), f"not in {hop.url} yet")
+        return needed
+
+    def keep_manifest(self, name: StepName, text: str) -> Manifest | None:
+        """**Blocks.** See `StepCopier`. If it cannot be kept, the step is not copied, and a later one is."""
+        if not self._nearby.is_apart:
+            return None
+        try:
+            self._tiers.nearest.publish(name.manifest_path, text.encode())
+            self._tiers.nearest.sync_directory(name.directory)
+        except HoldfastError as error:
+            problem = f"its manifest cannot be kept in {self._tiers.url}: {error.message}"
+            self._emit(Failed(stage="copy", error=problem, step=name.step, generation=name.generation))
+            return None
+        is_first = self._nearby.group[0] == self._nearby.rank
+        return decode_manifest(text.encode(), path=name.manifest_path, expected=name) if is_first else None
+
+    def give_up(self, name: StepName) -> None:
+        """Called when the nearest tier has no room for a step that was not copied yet."""
+        for hop in self._hops:
+            hop.progress.note(name, problem=f"{self._tiers.url} had no room for it")
+        text = f"{self._tiers.url} is full: step {name.step} was removed there before it was copied"
+        self._emit(Warned(step=name.step, text=text))
+
+    def wait(self, name: StepName, tier: int | str, timeout_seconds: float) -> str:
+        """**Blocks.** Waits until a committed step is in a tier as well; returns its place. See `Hop.wait`."""
+        number = self._tiers.find(tier)
+        if number:
+            self._hops[number - 1].wait(name, timeout_seconds)
+        return f"{self._tiers.tiers[number].url}/{name.directory}"
+
+    def close(self, timeout_seconds: float) -> None:
+        """**Blocks.** Waits until all is copied, and ends the threads; says what is left if that takes longer."""
+        end_at = time.monotonic() + timeout_seconds
+        for hop in self._hops:
+            if not hop.wait_idle(max(end_at - time.monotonic(), 0.0)):
+                text = (
+                    f"the newest steps are not in {hop.url} yet; they are in {self._tiers.url}, and the next start of "
+                    "the job copies them"
+                )
+                self._emit(Warned(text=text))
+        self.abandon()
+        for hop in self._hops:
+            hop.join(max(end_at - time.monotonic(), 1.0))
+
+    def abandon(self) -> None:
+        """Ends the threads, and waits for nothing."""
+        for hop in self._hops:
+            hop.stop()

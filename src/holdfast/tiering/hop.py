@@ -1,0 +1,334 @@
+"""Copies the steps of a run into one farther tier, in a thread of its own.
+
+It remembers nothing on the disk: what is committed in which tier says what is left to copy. A crash at any point leaves
+whole steps, and at most one without a manifest, which the next copy completes.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from holdfast.catalog import StoredRun
+from holdfast.errors import DamageError, DeadlineError, FencedError, HoldfastError, NotFoundError, StorageError
+from holdfast.events import Copied, Failed, Sink
+from holdfast.format.names import StepName
+from holdfast.policies import KeptCandidate, RetentionPolicy, plan_retention
+from holdfast.restore.copying import RunCopier
+from holdfast.save.retention import Retention
+from holdfast.storage.tiers import Tier, Tiers
+from holdfast.tiering.workers import Nearby
+
+_LOOK_SECONDS: Final = 0.2
+"""How often to look whether other workers have added their parts of a step."""
+
+_REST_SECONDS: Final = 1.0
+"""How often to look whether a tier may be asked again that could not be reached."""
+
+Candidate = KeptCandidate[StepName]
+
+
+class _StoppedError(Exception):
+    """The copy ends here; the next one goes on with what is there."""
+
+
+class Progress:
+    """**Thread-safe.** The steps that have come to a tier, or are to come.
+
+    Attributes:
+        changed: Guards the others, and is notified of each change.
+        is_awake: True if there may be something to copy.
+        is_stopped: True once nothing more is to be copied.
+        is_behind: True as long as the newest step is not there.
+        there: The steps that are there, as a policy sees them.
+        given_up: Those that will never be there, each with the reason.
+        asked: Those that are waited for. They are copied even if the policy would not keep them.
+    """
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.is_awake = self.is_stopped = self.is_behind = False
+        self.there: dict[StepName, Candidate | None] = {}
+        self.given_up: dict[StepName, str] = {}
+        self.asked: set[StepName] = set()
+
+    def choose(self, candidates: Sequence[Candidate], tier: Tier, policy: RetentionPolicy) -> list[StepName]:
+        """Returns which of some steps are to be copied, in order of step: those that would be kept there."""
+        with self.changed:
+            mine = [one for one in candidates if one.key not in self.there and one.key not in self.given_up]
+            if (every := tier.every) is not None:
+                taken = {name.step // every for name in self.there}
+                firsts = {one.step // every: one.key for one in sorted(mine, key=lambda one: one.key, reverse=True)}
+                wanted = {key for part, key in firsts.items() if part not in taken} | self.asked
+                mine = [one for one in mine if one.key in wanted]
+            there = [one for one in self.there.values() if one is not None]
+            protected = {one.key: "waited for" for one in mine if one.key in self.asked}
+        steps = sorted([*there, *mine], key=lambda one: one.key)
+        kept = plan_retention(policy, steps, protected, time.time()).keep
+        return [one.key for one in mine if one.key in kept]
+
+    def note(self, name: StepName, candidate: Candidate | None = None, *, problem: str = "") -> None:
+        """Called when a step is there, or will not be."""
+        with self.changed:
+            if problem:
+                self.there.pop(name, None)
+                self.given_up[name] = problem
+            else:
+                self.there[name] = candidate
+            self.changed.notify_all()
+
+    def check_going(self) -> None:
+        """Ends a copy that is to stop."""
+        if self.is_stopped:
+            raise _StoppedError
+
+
+class Hop:
+    """**Thread-safe.** The copies into one farther tier of a run.
+
+    Attributes:
+        url: The URL of the tier.
+        progress: The steps that have come there, or are to come.
+        seconds: How long the newest copy took; None before one.
+        fenced: The error if another job was found to have gone on in this tier.
+    """
+
+    def __init__(self, tiers: Tiers, number: int, keep: RetentionPolicy, nearby: Nearby, emit: Sink) -> None:
+        """Starts nothing yet. `number` is that of the tier; `keep` is for one without a policy of its own.
+
+        Of several workers, each copies the files of a step that `nearby` says, and the leader removes what is not kept.
+        """
+        self._tiers, self._number, self._nearby, self._emit = tiers, number, nearby, emit
+        self._policy, self.url = tiers.tiers[number].policy or keep, tiers.tiers[number].url
+        self._source = StoredRun(tiers.nearest if number == 1 else Tiers(*tiers.tiers[:number]))
+        self._goal = StoredRun(tiers.tiers[number].storage)
+        self.progress = Progress()
+        self.seconds: float | None = None
+        self.fenced: FencedError | None = None
+        self._thread: threading.Thread | None = None
+        # Steps of which this worker has copied its part, or does so; and what cleans up, with the generation.
+        self._begun: dict[StepName, _Pace] = {}
+        self._retention: tuple[int, Retention] | None = None
+
+    def wake(self) -> None:
+        """Called when there may be something to copy; the first call starts the thread."""
+        progress = self.progress
+        with progress.changed:
+            progress.is_awake = progress.is_behind = True
+            progress.changed.notify_all()
+            if self._thread is None and not progress.is_stopped:
+                self._thread = threading.Thread(target=self._serve, name=f"holdfast-tier-{self._number}", daemon=True)
+                self._thread.start()
+
+    def choose(self, candidates: Sequence[Candidate]) -> list[StepName]:
+        """Returns which of the nearer tier's steps are still to be copied from there."""
+        return self.progress.choose(candidates, self._tiers.tiers[self._number], self._policy)
+
+    def wait(self, name: StepName, timeout_seconds: float) -> None:
+        """**Blocks.** Waits until a step is committed in this tier.
+
+        Raises:
+            DeadlineError: If it takes longer; the copy continues.
+            StorageError: If it will not be copied.
+        """
+        progress = self.progress
+        with progress.changed:
+            progress.asked.add(name)
+        self.wake()
+        with progress.changed:
+            done = progress.changed.wait_for(
+                lambda: name in progress.there or name in progress.given_up or progress.is_stopped,
+                min(timeout_seconds, threading.TIMEOUT_MAX),
+            )
+            if name in progress.there:
+                return
+            reason = progress.given_up.get(name, "the manager was closed")
+        if done:
+            raise StorageError(f"step {name.step} was not copied into {self.url}: {reason}", path=name.directory)
+        raise DeadlineError(
+            f"step {name.step} did not come to {self.url} in time; it is committed in {self._tiers.url}",
+            hint="The copy continues. Wait again, or find out why the storage is slow.",
+        )
+
+    def wait_idle(self, timeout_seconds: float) -> bool:
+        """**Blocks.** Waits until the newest step is there; False if that takes longer, or cannot be done now."""
+        progress = self.progress
+        with progress.changed:
+            progress.changed.wait_for(
+                lambda: not progress.is_behind or progress.is_stopped or not self._tiers.is_up(self._number),
+                min(timeout_seconds, threading.TIMEOUT_MAX),
+            )
+            return not progress.is_behind
+
+    def stop(self) -> None:
+        """Ends the thread as soon as a piece is done."""
+        with self.progress.changed:
+            self.progress.is_stopped = True
+            self.progress.changed.notify_all()
+
+    def join(self, timeout_seconds: float) -> None:
+        """**Blocks.** Waits that long for the thread to end, after `stop`."""
+        if self._thread is not None:
+            self._thread.join(timeout_seconds)
+
+    def _serve(self) -> None:
+        progress, rest_seconds = self.progress, 0.0
+        while True:
+            with progress.changed:
+                if not progress.is_awake:
+                    progress.changed.notify_all()
+                    progress.changed.wait_for(lambda: progress.is_awake or progress.is_stopped, rest_seconds or None)
+                if progress.is_stopped:
+                    return
+                progress.is_awake = False
+            try:
+                rest_seconds = _LOOK_SECONDS if self._copy_all() else 0.0
+            except _StoppedError:
+                return
+            except FencedError as error:
+                self.fenced = error  # The next save raises it.
+                self.stop()
+                return
+            except HoldfastError as error:
+                rest_seconds = _LOOK_SECONDS if self._tiers.is_up(self._number) else _REST_SECONDS
+                self._tiers.note_down(self._number, error)
+
+    def _copy_all(self) -> bool:
+        """**Blocks.** Copies what is to be copied; returns True if other workers have to add to it."""
+        progress = self.progress
+        self._tiers.align()
+        if not self._tiers.is_up(self._number):
+            raise StorageError(f"{self.url} cannot be reached")
+        if not progress.there:
+            # Later this knows what comes: nothing that it has not taken part in.
+            catalog = self._goal.look(closely=True)
+            known = {one.key: one for one in self._goal.history.candidates(catalog.living)}
+            progress.there = {name: known.get(name) for name in catalog.committed}
+        while True:
+            progress.check_going()
+            pending = self._list_pending()
+            if left := [name for name in pending if name not in self._begun]:
+                self._copy(left[0])
+                continue
+            done = [name for name in pending if self._open_copier(name).try_commit(name)]
+            for name in done:
+                self._note_copied(name)
+            if not done:
+                newest = self._source.look().newest
+                with progress.changed:
+                    progress.is_behind = progress.is_awake or pending[:1] == [newest]
+                return bool(pending)
+
+    def _list_pending(self) -> list[StepName]:
+        """Returns what is to be copied: the newest step, after those that it refers to, then the others, in order."""
+        run = self._source
+        chosen = self.choose(run.history.candidates(run.look().living))
+        pending: dict[StepName, None] = {}
+        for name in (*chosen[-1:], *chosen[:-1]):
+            needed = sorted(one for one in run.history.kept_with(name) if one not in self.progress.there)
+            pending |= dict.fromkeys([*needed, name])
+        return [*pending]
+
+    def _open_copier(self, name: StepName) -> RunCopier:
+        copier = RunCopier(self._source, self._goal.storage, self._nearby.takes)
+        copier.open([name.generation])
+        return copier
+
+    def _copy(self, name: StepName) -> None:
+        """**Blocks.** Copies what this worker has of a step."""
+        pace = _Pace(self._tiers.tiers[self._number].most_bytes_per_second, self.progress.check_going)
+        try:
+            size_bytes = self._open_copier(name).copy(name, progress=pace.advance)
+        except NotFoundError:
+            if self._source.step(name).is_committed():
+                raise
+            self.progress.note(name, problem="it was removed before it could be copied")
+        except DamageError as error:
+            self.progress.note(name, problem=error.message)
+            text = f"it is not copied into {self.url}: {error.message}"
+            self._emit(Failed(stage="copy", error=text, step=name.step, generation=name.generation))
+        else:
+            self._tiers.note_up(self._number)
+            self._begun[name] = pace
+            if size_bytes != 0:
+                self._note_copied(name)
+
+    def _note_copied(self, name: StepName) -> None:
+        """**Blocks.** Called when a step is committed in the tier."""
+        pace = self._begun.pop(name)
+        self.seconds = time.monotonic() - pace.begun_at
+        self.progress.note(name, next(iter(self._source.history.candidates([name])), None))
+        self._emit(
+            Copied(
+                step=name.step,
+                generation=name.generation,
+                tier=self.url,
+                background_seconds=self.seconds,
+                size_bytes=pace.passed_bytes,
+            )
+        )
+        if self._nearby.rank == 0:
+            self._clean()
+
+    def _clean(self) -> None:
+        """**Blocks.** Removes what is not kept in the tier. A failure is only reported: it is tried after each copy."""
+        catalog = self._goal.look()
+        newest = catalog.newest
+        if newest is None or newest.generation != catalog.generation:
+            return  # What an older generation has left goes once this one has a step there.
+        try:
+            if self._retention is None or self._retention[0] != newest.generation:
+                token = self._goal.opening(newest.generation).token
+                retention = Retention(self._goal, self._policy, token, incremental=False, reuse_space=False)
+                retention.begin(newest.generation)
+                self._retention = newest.generation, retention
+            base = catalog.bases.get(newest.generation)
+            protected = {newest: "just copied"}
+            if base is not None and base.name is not None:
+                protected[base.name] = "the run resumed from it"
+            cleaning = self._retention[1].clean(newest, protected, find_busy=self._find_busy)
+            for name in cleaning.removed:
+                self.progress.note(name, problem="its policy has given it up")
+            problem = next(iter(cleaning.problems), None)
+        except FencedError:
+            return
+        except HoldfastError as error:
+            problem = error
+        if problem is not None:
+            self._emit(Failed(stage="retain", error=f"{self.url}: {problem.message}", step=newest.step))
+
+    def _find_busy(self) -> set[StepName]:
+        """Returns the steps that any worker may be copying."""
+        catalog = self._goal.look()
+        unfinished = {name for name in catalog.unfinished if name.generation == catalog.generation}
+        return unfinished.union(self._source.look().living).difference(catalog.committed)
+
+
+class _Pace:
+    """**Thread-safe.** Counts bytes that were copied, and holds up those that come too fast.
+
+    Attributes:
+        passed_bytes: How many there were.
+        begun_at: When this was made, by the monotonic clock.
+    """
+
+    def __init__(self, most_bytes_per_second: int | None, check_going: Callable[[], None]) -> None:
+        self._limit, self._check_going = most_bytes_per_second, check_going
+        self.passed_bytes = 0
+        # Guards the two: when the next piece may come.
+        self._lock = threading.Lock()
+        self.begun_at = self._free_at = time.monotonic()
+
+    def advance(self, size_bytes: int) -> None:
+        """**Blocks** as long as the limit demands; raises if the copy is to end."""
+        with self._lock:
+            self.passed_bytes += size_bytes
+            if self._limit:
+                self._free_at = max(self._free_at, time.monotonic()) + size_bytes / self._limit
+            free_at = self._free_at
+        self._check_going()
+        while self._limit and (left_seconds := free_at - time.monotonic()) > 0:
+            time.sleep(min(left_seconds, _LOOK_SECONDS))
+            self._check_going()
