@@ -57,7 +57,14 @@ _INSTEAD: Final = {
 
 _RESUMING: Final = frozenset({"resume", "restart", "continue", "train", "start"})
 
-_MODULES: Final = {"export": "conversion", "import": "conversion", "worker": "run", "pin": "follow", "unpin": "follow"}
+_MODULES: Final = {
+    "export": "conversion",
+    "import": "conversion",
+    "worker": "run",
+    "pin": "follow",
+    "unpin": "follow",
+    "completion": "init",
+}
 """Modules of verbs that are not named for one verb."""
 
 _VERB: Final = "holdfast.verb"

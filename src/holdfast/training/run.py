@@ -13,11 +13,11 @@ from typing import Any, Final, NamedTuple, Self, SupportsFloat, TypeVar
 
 from holdfast.advice.watch import count_taken
 from holdfast.checkpoint import objects_of
-from holdfast.errors import ClosedError, HoldfastError, NotFiniteError, UsageError
+from holdfast.errors import ClosedError, HoldfastError, UsageError
 from holdfast.format.names import FOLLOWED_DATA
 from holdfast.format.records import Manifest
 from holdfast.numbers import check_whole
-from holdfast.options import check_metrics
+from holdfast.options import check_metrics, check_step
 from holdfast.preemption.grace import StopOrder
 from holdfast.process.exit import EXIT_SAVE_FAILED
 from holdfast.process.pulse import PULSE
@@ -26,11 +26,10 @@ from holdfast.restore.records import Restoration
 from holdfast.save.handle import SaveHandle
 from holdfast.state.data.followed import CALL, FollowedData, LoaderBatches
 from holdfast.supervise.board import LEAVING
-from holdfast.tracebacks import print_elsewhere, short_traceback
+from holdfast.tracebacks import short_traceback
 from holdfast.training.announcements import Announcements, warn_never_entered
-from holdfast.training.ledger import Ledger
 from holdfast.training.loop import StepNumbers, TrainingLoop
-from holdfast.training.rollback import find_newest_good
+from holdfast.training.rollback import Rollbacks
 from holdfast.training.watchdog import Watchdog
 
 Batch = TypeVar("Batch")
@@ -67,16 +66,15 @@ class Run:
         completes_step: Returns False while gradients are being accumulated; `finish_step` does nothing then.
     """
 
-    def __init__(
-        self, loop: TrainingLoop, resumption: Resumption, watchdog: Watchdog, ledger: Ledger, *, quiet: bool
-    ) -> None:
+    def __init__(self, loop: TrainingLoop, resumption: Resumption, watchdog: Watchdog, *, quiet: bool) -> None:
         self.manager = manager = loop.manager
         self.checkpoint = manager.checkpoint
         self._loop, self._guard = loop, loop.guard
         self._restored: Restoration | None = None
-        self._resumption, self._watchdog, self._ledger = resumption, watchdog, ledger
+        self._resumption, self._watchdog = resumption, watchdog
         self._announcements = Announcements(manager.url, manager.worker, quiet=quiet)
         self.completes_step: Callable[[], bool] = lambda: True
+        self._rollbacks = Rollbacks(manager, loop, self._announcements)
         self._total = 0  # How many steps the last loop of `steps` was to have.
         self._phase = _Phase.NEW
         self._counts_own = False
@@ -248,6 +246,30 @@ class Run:
         """Ends the loop after the current step."""
         self._loop.is_stopped = True
 
+    def rollback(self, step: int | None = None, *, skip_batches: int | None = None) -> None:
+        """Goes back to an earlier step, at the end of the step in progress, and trains on with other batches.
+
+        Everything that is saved is restored. The place in the data is that of the step, and `skip_batches` later, so
+        that what made training go wrong is left out. Then the step is saved again, and newer steps no longer count.
+        Loops over `steps`, `epochs`, `batches` and a saved `ResumableDataLoader` go on there, also in an earlier epoch.
+        Random numbers are those of a run that never saw the batches. It is enough if one of several workers calls this.
+
+        Args:
+            step: The step; None for the newest one whose parameters and optimizer states are finite, and whose metrics
+                are as each `LastGood` of `keep` wants them.
+            skip_batches: How many batches to leave out, counted from that step; None for all that were drawn since.
+
+        Raises:
+            UsageError: If batches come from an iterator of the program's own.
+            NotFiniteError: At the end of the step, if no step is good, or this is the third time for one step.
+            NoCheckpointError: At the end of the step, if there is no such step.
+        """
+        self._check_entered()
+        wanted = None if step is None else check_step(step)
+        skipped = None if skip_batches is None else check_whole("skip_batches", skip_batches)
+        self._rollbacks.check_data()
+        self._guard.order(StopOrder("run.rollback() was called", step=wanted, skipped_batches=skipped))
+
     def should_stop(self) -> bool:
         """Returns True if the job should exit after this step, so that long work inside a step can end early."""
         return self._guard.should_stop()
@@ -370,7 +392,7 @@ class Run:
         self._loop.begin_witness(self._restored, self._announcements.say, keeps_current=keeps_current, strict=strict)
         self._announcements.begin(self.manager, self._restored, step)
         self._phase, self.manager.lineage.find_steps = _Phase.ENTERED, lambda: (step, self._loop.count.done)
-        self._ledger.begin(self.manager)
+        self._watchdog.ledger.begin(self.manager)
         return self
 
     def _restore(self) -> Restoration | None:
@@ -438,9 +460,9 @@ class Run:
                 last.wait_ended(at_exit=True)
             self.manager.wait()
             if (order := self._guard.orders.pending) is not None:
-                raise self._make_nonfinite_error(order, step)  # No step comes at which it would be carried out.
+                raise self._rollbacks.make_error(order.cause, step)  # No step comes at which it would be carried out.
             self._guard.pass_end(step)
-            self._ledger.end()
+            self._watchdog.ledger.end()
             self.manager.__exit__(None, None, None)
             self._announcements.end(self.manager, step, self._total)
         except Exception as error:
@@ -462,25 +484,14 @@ class Run:
 
     def _obey(self, order: StopOrder, step: int) -> int:
         """**Collective.** Carries out an order between two steps; returns the step from which training goes on."""
-        if self.manager.participant is not None:
-            # All are here: else some would end because another one has ended.
-            self.manager.participant.peers.gather_decide_broadcast(b"", lambda _: b"", "the end of training")
-        raise self._make_nonfinite_error(order, step)
-
-    def _make_nonfinite_error(self, order: StopOrder, step: int) -> NotFiniteError:
-        good = find_newest_good(self.manager)
-        place = self._announcements.place
-        hint = "No checkpoint is finite: find the cause, and start over."
-        if good is not None:
-            hint = (
-                f"The newest good step is {good}: find the cause, and go back with `holdfast rollback {place}@{good}`."
-            )
-        error = NotFiniteError(order.cause, step=step, hint=hint)
-        if self.manager.participant is not None:
-            cluster = self.manager.participant.peers.cluster
-            if cluster.rank and cluster.node_of(0) == cluster.node:
-                print_elsewhere(error, "rank 0")
-        return error
+        if order.raises:
+            raise self._rollbacks.make_error_together(order.cause, step)
+        self._restored = self._rollbacks.go_back(order, step)
+        step, resumption = self._restored.step, self._resumption
+        self._loop.begin_witness(
+            self._restored, self._announcements.say, keeps_current=False, strict=resumption.strict_resume
+        )
+        return step
 
     def _store_metrics(self) -> bool:
         """Stores all that was reported with the step that was saved last; returns True if something was."""
@@ -491,7 +502,7 @@ class Run:
     def _end_badly(self, error: BaseException) -> None:
         """Ends the run after an error: the failed step may have changed some state, so only earlier saves count."""
         cause = self._guard.fail(error)
-        self._ledger.end()
+        self._watchdog.ledger.end()
         if not self._guard.leaving and not self._guard.inbox.gave_up:
             self.manager.__exit__(type(error), error, error.__traceback__)
         if cause is not None:
