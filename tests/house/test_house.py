@@ -133,7 +133,7 @@ BUDGETS = {
     # Candidates, one plan of pieces, resharding, verification, copies in another place.
     "restore": 3007,
     # Request, attempt, image, files, and the conversation of several workers.
-    "save": 6302,
+    "save": 6305,
     # A tree of objects taken apart, captured, and matched.
     "state": 7279,
     # What runs beside a trainer: supervisor, spare and clients, the page that it writes for them, and the watchdog.
