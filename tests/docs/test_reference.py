@@ -63,7 +63,7 @@ FOR_HOLDFAST: Final[dict[str, set[str]]] = {
         *("is_ready_for", "init", "choose_epoch", "load", "begin_save", "finish_save", "load_blobs", "tidy"),
     },
     "NodeCheckpointManager": {"init"},
-    "ResumableSampler": {"look", "count_complete", "has_taken_last"},
+    "ResumableSampler": {"look", "count_complete", "has_taken_last", "skip"},
     "Run": {"save_last", "warn", "pass_boundary"},
     "SaveHandle": {"has_place", "must_be_replaced", "is_joint", "try_cancel", "wait_served"},
     **dict.fromkeys(("Session", "LocalSession", "TorchrunSession", "RaySession"), SESSION),
