@@ -105,7 +105,7 @@ BUDGETS = {
     # Joining, the store, failures of workers, a barrier.
     "cluster": 2340,
     # Files of torch, safetensors, DCP, Orbax, Lightning and the Trainer, read without trust.
-    "convert": 4324,
+    "convert": 4329,
     # Each event with its text, and what takes events.
     "events": 1172,
     # Names, records, indexes, digests, and values as nodes, with the one walk over them.
@@ -129,11 +129,11 @@ BUDGETS = {
     # Notices, the agreement of workers, the last save.
     "preemption": 5242,
     # Threads, terminal, interrupts, end of the process.
-    "process": 1063,
+    "process": 1067,
     # Candidates, one plan of pieces, resharding, verification, copies in another place.
     "restore": 3007,
     # Request, attempt, image, files, and the conversation of several workers.
-    "save": 6302,
+    "save": 6305,
     # A tree of objects taken apart, captured, and matched.
     "state": 7421,
     # What runs beside a trainer: supervisor, spare and clients, the page that it writes for them, and the watchdog.
