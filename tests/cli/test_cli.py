@@ -449,7 +449,7 @@ def test_shared_arrays_are_shown_once_with_all_their_names(tmp_path: Path) -> No
         ("inspect", "Use 'holdfast show': Show what one checkpoint holds."),
         ("check", "Use 'holdfast verify': Read every byte"),
         ("resume", "A job resumes by itself: 'holdfast run TRAIN.PY' starts it."),
-        ("exporr", "Did you mean 'export'?"),
+        ("verifi", "Did you mean 'verify'?"),
     ],
 )
 def test_words_for_a_verb_of_another_name_are_answered(run: Path, word: str, answer: str) -> None:

@@ -99,9 +99,9 @@ BUDGETS = {
     # A table of rules and four moments.
     "advice": 1507,
     # A stored run: listing, history, fence, commit, survey, deletion, removal.
-    "catalog": 3101,
+    "catalog": 3104,
     # Ten verbs, each with one report for a page, a pipe and JSON.
-    "cli": 4862,
+    "cli": 4894,
     # Joining, the store, failures of workers, a barrier.
     "cluster": 2340,
     # Files of torch, safetensors, DCP, Orbax, Lightning and the Trainer, read without trust.
@@ -130,6 +130,8 @@ BUDGETS = {
     "preemption": 5242,
     # Threads, terminal, interrupts, end of the process.
     "process": 1067,
+    # A page about a run: what it shows, its charts, its HTML.
+    "report": 547,
     # Candidates, one plan of pieces, resharding, verification, copies in another place.
     "restore": 3007,
     # Request, attempt, image, files, and the conversation of several workers.
@@ -145,7 +147,7 @@ BUDGETS = {
     # Contracts for storages and clusters of others.
     "testing": 1169,
     # The run, its loop, the handler, the state of workers.
-    "training": 3190,
+    "training": 3200,
     # The ring of repeated steps.
     "witness": 652,
 }
@@ -162,7 +164,7 @@ directories. process: one owner of interrupts. save: the lineage and
 the guard of calls, which were the manager's and the options'.
 """
 
-MAX_MODULES = 313
+MAX_MODULES = 317
 
 MAX_ATTRIBUTES = 15
 """Attributes that an object of a class has of its own."""

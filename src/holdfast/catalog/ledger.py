@@ -22,6 +22,7 @@ class StartTimes(NamedTuple):
         ended_at_unix_seconds: When it last recorded its times: at its newest commit, or at its end.
         away: Between the last record of the start before and this start, without `lost`.
         lost: The work that was done twice, as it was not saved: estimated by the steps that this start has repeated.
+        repeated_seconds: The part of `lost` that is in the time of this start; the rest is in the gap before it.
         setup: Imports, and all else before the restore.
         restore: The restore.
         train: Steps, and the program's own code.
@@ -38,6 +39,7 @@ class StartTimes(NamedTuple):
     ended_at_unix_seconds: float
     away: float
     lost: float
+    repeated_seconds: float
     setup: float
     restore: float
     train: float
@@ -141,6 +143,7 @@ def _describe(event: Clocked, before: StartTimes | None) -> StartTimes:
         ended_at_unix_seconds=event.at_unix_seconds,
         away=away - lost,
         lost=lost + again,
+        repeated_seconds=again,
         setup=event.setup_seconds,
         restore=event.restore_seconds,
         train=event.train_seconds - again,

@@ -27,6 +27,7 @@ VERBS: Final = {
     "list": "List the checkpoints of a run, or the runs in a directory.",
     "show": "Show what one checkpoint holds.",
     "stats": "Show where the time of a run went.",
+    "report": "Write a page about a run: one HTML file.",
     "diff": "Show what changed from one checkpoint to another.",
     "verify": "Read every byte of a checkpoint and check it.",
     "prune": "Remove checkpoints that you no longer want, and remains of unfinished saves.",
@@ -58,12 +59,11 @@ _INSTEAD: Final = {
 _RESUMING: Final = frozenset({"resume", "restart", "continue", "train", "start"})
 
 _MODULES: Final = {
-    "export": "conversion",
-    "import": "conversion",
+    **dict.fromkeys(("export", "import"), "conversion"),
+    **dict.fromkeys(("pin", "unpin"), "follow"),
     "worker": "run",
-    "pin": "follow",
-    "unpin": "follow",
     "completion": "init",
+    "report": "stats",
 }
 """Modules of verbs that are not named for one verb."""
 

@@ -345,6 +345,16 @@ class Run:
         """Sends a warning to the log and the sinks, with the number of the step."""
         self._loop.warn(text, is_error=is_error)
 
+    def _repr_html_(self) -> str | None:
+        """**Blocks.** Returns the page of `holdfast report`, for a notebook; None if the run cannot be read."""
+        from holdfast.report.facts import read_facts
+        from holdfast.report.page import render_frame
+
+        try:
+            return render_frame(read_facts(self.manager.storage, self._announcements.place))
+        except HoldfastError:
+            return None
+
     def __repr__(self) -> str:
         state = f"at step {self._loop.count.done}" if self._phase >= _Phase.ENTERED else "not entered"
         return f"<Run {state}, {self.manager!r}>"

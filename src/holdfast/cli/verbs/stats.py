@@ -1,8 +1,10 @@
-"""`holdfast stats`: shows where the time of a run went, over all of its starts."""
+"""`holdfast stats` and `holdfast report`: show where the time of a run went, and write a page about it."""
 
 from __future__ import annotations
 
+import os
 import time
+from pathlib import Path, PurePath
 from typing import Any, Final, NamedTuple
 
 import click
@@ -11,10 +13,12 @@ from holdfast.catalog.ledger import RunTimes, StartTimes, sum_up
 from holdfast.catalog.openers import find_owner
 from holdfast.cli.completion import RunPath
 from holdfast.cli.report import COUNT, SHARE, TIME, Column, Kind, Report, verb
-from holdfast.cli.screen import FAINT, STRONG, counted
+from holdfast.cli.screen import FAINT, GOOD, STRONG, counted
 from holdfast.cli.target import find_run
-from holdfast.errors import NoCheckpointError
+from holdfast.errors import NoCheckpointError, UsageError
 from holdfast.events.kinds import Clocked, Committed, time_text
+from holdfast.report.facts import read_facts
+from holdfast.report.page import render_page
 
 _WORDS: Final = {
     "train": "training",
@@ -118,3 +122,31 @@ def _make_document(url: str, times: RunTimes) -> dict[str, Any]:
         "failure_seconds": times.failure_seconds,
         "starts": [one._asdict() for one in times.starts],
     }
+
+
+@verb("report")
+@click.argument("run", metavar="RUN", type=RunPath(takes_step=False))
+@click.option(
+    "-o", "--output", metavar="FILE", type=click.Path(dir_okay=False, path_type=Path),
+    help="Where to write it; by default a file in the current directory that is named for the run.",
+)  # fmt: skip
+def write_report(report: Report, run: str, output: Path | None) -> None:
+    """Write a page about a run: one HTML file that needs no network, to look at, to print or to send.
+
+    It shows the starts of the run with their saves, restarts and notices, where the time went, metrics, the durations
+    and sizes of saves, the checkpoints with why they are kept, and all warnings and errors in order. It works on the
+    files of a dead run alone, and in a bucket.
+    """
+    target = find_run(run)
+    facts = read_facts(target.storage, target.location)
+    name = "".join(letter if letter.isalnum() or letter in "-_." else "-" for letter in PurePath(target.location).name)
+    path = output if output is not None else Path(f"{name.strip('.') or 'run'}-report.html")
+    part = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        part.write_text(render_page(facts), encoding="utf-8", errors="replace")
+        part.replace(path)
+    except OSError as error:
+        part.unlink(missing_ok=True)
+        raise UsageError(f"cannot write {path}: {error.strerror}") from error
+    report.fields = {"run": target.storage.url, "file": str(path.absolute()), "size_bytes": path.stat().st_size}
+    report.line((f"{path} shows {target.location}", GOOD))

@@ -1,0 +1,87 @@
+"""The facts that a page about a run shows, read from its storage alone."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from typing import Final, NamedTuple
+
+from holdfast.catalog import StoredRun
+from holdfast.catalog.ledger import RunTimes, sum_up
+from holdfast.catalog.survey import Survey, survey_run
+from holdfast.events.kinds import (
+    Clocked,
+    Committed,
+    Diverged,
+    Event,
+    Failed,
+    Leaving,
+    NotFinite,
+    NoticeHeard,
+    PassedOver,
+    Resized,
+    Restored,
+    Retained,
+    Skipped,
+    Warned,
+    WitnessDiffers,
+)
+from holdfast.storage import Storage
+
+NEWS: Final = (Failed, Warned, Skipped, PassedOver, Resized, Diverged, NotFinite, WitnessDiffers, NoticeHeard, Leaving)
+"""Events that a person should know of, in the order in which they happened."""
+
+MOST_NEWS: Final = 500
+MOST_SAVES: Final = 20_000
+
+
+class RunFacts(NamedTuple):
+    """A run at one moment.
+
+    Attributes:
+        location: Its place, as a person would write it.
+        looked_at: When it was looked at, in seconds since 1970.
+        survey: Its checkpoints.
+        times: Where its time went.
+        saves: Its commits, oldest first; the newest 20,000.
+        restores: Its restores.
+        news: Warnings, errors, notices and ends, oldest first; the newest 500.
+        kept: Why each step is kept, as of the newest save.
+    """
+
+    location: str
+    looked_at: float
+    survey: Survey
+    times: RunTimes
+    saves: tuple[Committed, ...]
+    restores: tuple[Restored, ...]
+    news: tuple[Event, ...]
+    kept: dict[int, str]
+
+
+def read_facts(storage: Storage, location: str) -> RunFacts:
+    """**Blocks.** Reads a run's journal, and the manifests of its checkpoints.
+
+    Raises:
+        StorageError: If the storage cannot be read.
+    """
+    saves: deque[Committed] = deque(maxlen=MOST_SAVES)
+    news: deque[Event] = deque(maxlen=MOST_NEWS)
+    clocked: dict[float, Clocked] = {}
+    restores: list[Restored] = []
+    kept: dict[int, str] = {}
+    for event in StoredRun(storage).read_journal():
+        if isinstance(event, Committed):
+            saves.append(event)
+        elif isinstance(event, Clocked):
+            begun_at = event.begun_at_unix_seconds
+            if begun_at not in clocked or event.at_unix_seconds >= clocked[begun_at].at_unix_seconds:
+                clocked[begun_at] = event
+        elif isinstance(event, Restored):
+            restores.append(event)
+        elif isinstance(event, Retained):
+            kept = event.kept
+        elif isinstance(event, NEWS):
+            news.append(event)
+    times = sum_up([*clocked.values(), *saves])
+    return RunFacts(location, time.time(), survey_run(storage), times, tuple(saves), tuple(restores), tuple(news), kept)
