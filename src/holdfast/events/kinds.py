@@ -179,15 +179,18 @@ class Restored(Event, frozen=True):
         generation: The generation that saved it.
         blocked_seconds: How long it took.
         size_bytes: The size of what was read and checked.
+        tiers: The URLs of the tiers that this worker has read data from; empty if the run has none.
     """
 
     step: int
     generation: int
     blocked_seconds: float
     size_bytes: int
+    tiers: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        return f"step {self.step} restored: {size_text(self.size_bytes)} in {time_text(self.blocked_seconds)}"
+        source = f" from {' and '.join(self.tiers)}" if self.tiers else ""
+        return f"step {self.step} restored{source}: {size_text(self.size_bytes)} in {time_text(self.blocked_seconds)}"
 
 
 class Resized(Event, frozen=True):
