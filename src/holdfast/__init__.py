@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     from holdfast import errors, events, jobs, preemption
     from holdfast.asking import ask
+    from holdfast.catalog.holds import pin, unpin
     from holdfast.catalog.requests import Reply
     from holdfast.checkpoint import Checkpoint
     from holdfast.convert.exporter import export_checkpoint
     from holdfast.convert.importer import import_checkpoint
+    from holdfast.following import Followed, follow
     from holdfast.integrations import dcp
     from holdfast.integrations.frameworks import accelerate, keras, lightning, transformers
     from holdfast.integrations.ray.session import RaySession
@@ -56,6 +58,7 @@ __all__ = [
     "Epochs",
     "EveryHours",
     "EveryN",
+    "Followed",
     "Job",
     "JobRunner",
     "LastGood",
@@ -89,6 +92,7 @@ __all__ = [
     "errors",
     "events",
     "export_checkpoint",
+    "follow",
     "import_checkpoint",
     "init_process_group",
     "jobs",
@@ -96,12 +100,14 @@ __all__ = [
     "lightning",
     "load",
     "open_storage",
+    "pin",
     "preemption",
     "register_codec",
     "register_type",
     "resumable",
     "save",
     "transformers",
+    "unpin",
 ]
 
 
@@ -136,6 +142,10 @@ _HOMES: Final = {
     "WorkerTrainingState": "holdfast.training.worker_state",
     "ask": "holdfast.asking",
     "epoch_limiter": "holdfast.jobs",
+    "follow": "holdfast.following",
+    "pin": "holdfast.catalog.holds",
+    "unpin": "holdfast.catalog.holds",
+    "Followed": "holdfast.following",
     "export_checkpoint": "holdfast.convert.exporter",
     "import_checkpoint": "holdfast.convert.importer",
     "init_process_group": "holdfast.integrations.torch.cluster",

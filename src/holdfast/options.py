@@ -20,7 +20,7 @@ from holdfast.events import Sink
 from holdfast.format.names import MAX_STEP
 from holdfast.numbers import check_seconds, check_whole
 from holdfast.policies import All, RetentionPolicy, SavePolicy, read_keep, read_save_every
-from holdfast.state.data.sampler import BatchIterator
+from holdfast.state.data.streams import BatchIterator
 from holdfast.state.leaves import alias_of
 from holdfast.storage import Storage
 

@@ -18,7 +18,7 @@ PAGES: Final = sorted((ROOT / "docs" / "reference" / "python").glob("*.md"))
 DIRECTIVE: Final = re.compile(r"^::: (\S+)\n((?:    .*\n?)*)", re.MULTILINE)
 
 MADE_BY_HOLDFAST: Final = {
-    *("Run", "SaveHandle", "Restoration", "Reply", "Session", "TaskOutput", "RemoteOutput", "Workspace"),
+    *("Run", "SaveHandle", "Restoration", "Reply", "Followed", "Session", "TaskOutput", "RemoteOutput", "Workspace"),
 }
 """Classes whose objects users get, and never make: how they are made is not shown."""
 
@@ -63,7 +63,7 @@ FOR_HOLDFAST: Final[dict[str, set[str]]] = {
         *("is_ready_for", "init", "choose_epoch", "load", "begin_save", "finish_save", "load_blobs", "tidy"),
     },
     "NodeCheckpointManager": {"init"},
-    "ResumableSampler": {"look", "count_complete", "has_taken_last"},
+    "ResumableSampler": {"look", "count_complete", "has_taken_last", "skip"},
     "Run": {"save_last", "warn", "pass_boundary"},
     "SaveHandle": {"has_place", "must_be_replaced", "is_joint", "try_cancel", "wait_served"},
     **dict.fromkeys(("Session", "LocalSession", "TorchrunSession", "RaySession"), SESSION),

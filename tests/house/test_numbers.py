@@ -105,6 +105,11 @@ def sampler(**options: Any) -> hf.ResumableSampler:
     return hf.ResumableSampler(10, **{"batch_size": 2, **options})
 
 
+def rolled_back(place: Path, **options: Any) -> None:
+    with hf.resumable(place, x=1) as run:
+        run.rollback(**options)
+
+
 def loader(**options: Any) -> Any:
     return hf.ResumableDataLoader(list(range(10)), **{"batch_size": 2, **options})
 
@@ -113,6 +118,8 @@ Call = Callable[[Path, Any], object]
 
 TABLE: dict[str, tuple[Call, tuple[Any, ...]]] = {
     "Latest n": (lambda _, v: hf.Latest(v), FROM_ONE),
+    "Run.rollback step": (lambda p, v: rolled_back(p, step=v), STEPS),
+    "Run.rollback skip_batches": (lambda p, v: rolled_back(p, skip_batches=v), COUNTS),
     "LastGood n": (lambda _, v: hf.LastGood(v), FROM_ONE),
     "EveryN n": (lambda _, v: hf.EveryN(v), FROM_ONE),
     "EveryHours hours": (lambda _, v: hf.EveryHours(v), SECONDS),
@@ -123,6 +130,8 @@ TABLE: dict[str, tuple[Call, tuple[Any, ...]]] = {
     "Seconds seconds": (lambda _, v: hf.Seconds(v), SECONDS),
     "Auto overhead": (lambda _, v: hf.Auto(overhead=v), (0, 1, -1, 2, NAN, INF)),
     "Auto mtbf_seconds": (lambda _, v: hf.Auto(mtbf_seconds=v), SECONDS),
+    "follow timeout_seconds": (lambda p, v: hf.follow(p, timeout_seconds=v), SECONDS),
+    "follow max_behind": (lambda p, v: hf.follow(p, max_behind=v), COUNTS),
     "SaveHandle.wait_committed tier": (
         lambda p, v: use_tiers(p, lambda handle: handle.wait_committed(tier=v)),
         (2, -3),
@@ -281,11 +290,12 @@ if importlib.util.find_spec("torch") is None:  # pragma: no cover
 NOT_GIVEN_BY_USERS = {
     # As a storage: called by it.
     *(f"Tiers.{method}" for method in ("avoid", "create", "discard", "find", "is_up", "note_down", "note_up", "read")),
-    *("CheckpointManager.follow_epochs", "CheckpointManager.follow_nonfinite"),
+    *("CheckpointManager.follow_epochs", "CheckpointManager.follow_nonfinite", "ResumableSampler.skip"),
     # Made by holdfast, and handed to the user; or called by it.
     *(
         "Backup",
         "Reply",
+        "Followed",
         "Restoration",
         "SaveHandle",
         "UploadTaskGroupBuilder.build",

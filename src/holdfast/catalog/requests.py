@@ -6,7 +6,6 @@ end. Nothing here is synced for its own sake: a request that a power cut loses w
 
 from __future__ import annotations
 
-import getpass
 import os
 import re
 import socket
@@ -99,7 +98,7 @@ class RequestBox:
         """Asks, and returns the name of the request."""
         self.storage.make_directory(REQUESTS_DIRECTORY)
         if (place := self.storage.location) is not None:
-            # Whoever may write to the run may ask and reply, whichever of them came first.
+            # All who may write to the run may ask and reply.
             with suppress(OSError):
                 (place / REQUESTS_DIRECTORY).chmod(place.stat().st_mode & 0o7777)
         name = os.urandom(8).hex()
@@ -144,5 +143,7 @@ def name_asker() -> str:
     """Returns who asks: the user, the machine and the process."""
     user = "someone"
     with suppress(KeyError, OSError, ImportError):  # Containers may have no name for their user.
+        import getpass
+
         user = getpass.getuser()
     return f"{user} on {socket.gethostname()}, process {os.getpid()}"[:200]

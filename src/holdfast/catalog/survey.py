@@ -13,6 +13,7 @@ from functools import partial
 from typing import Final, Literal, TypeAlias
 
 from holdfast.catalog import Catalog, StoredRun, find_owner
+from holdfast.catalog.holds import Hold, list_current_holds
 from holdfast.catalog.stored_step import remove_own_files
 from holdfast.errors import DamageError, HoldfastError, NotFoundError, StorageError, UsageError
 from holdfast.format.names import (
@@ -105,11 +106,20 @@ class Survey:
         found: Every directory: committed steps in order, those that lost their manifests, unfinished ones, those set
             aside; then the spare.
         opening: The record of the process that opened the newest generation; None if that is not known.
+        holds: The pins, and the leases of readers.
     """
 
     catalog: Catalog
     found: tuple[Found, ...]
     opening: Opening | None
+    holds: tuple[Hold, ...] = ()
+
+    def find_holds(self, one: Found) -> list[Hold]:
+        """Returns the holds of a step, its pin last."""
+        return sorted(
+            (hold for hold in self.holds if hold.name == one.name),
+            key=lambda hold: (not hold.reader, -hold.renewed_at_unix_seconds, hold.reader),
+        )
 
     def of(self, *states: State) -> list[Found]:
         """The directories in any of these states, in order."""
@@ -182,7 +192,7 @@ def survey_run(storage: Storage, *, closely: bool = False) -> Survey:
             *(spare if catalog.spare_bytes is not None else ()),
         ]
     )
-    return Survey(catalog, found, run.try_opening(catalog.generation))
+    return Survey(catalog, found, run.try_opening(catalog.generation), tuple(list_current_holds(storage)))
 
 
 def _connect(found: Sequence[Found]) -> tuple[Found, ...]:
@@ -448,7 +458,10 @@ def plan_removals(survey: Survey, wishes: Wishes, now_unix_seconds: float) -> Re
             else:
                 chosen.add(one.directory)
         left_alone += [one for one in survey.of(State.LOST) if not wishes.lost]
-    spared = spare_referred(chosen, survey.referrers)
+    held = {one.directory: holds[-1].reason for one in survey.found if (holds := survey.find_holds(one))}
+    kept = {directory: f"it is {why}" for directory, why in held.items() if directory in chosen}
+    chosen -= kept.keys()
+    spared = {**spare_referred(chosen, survey.referrers), **kept}
     plan = RemovalPlan(
         tuple(one for one in survey.found if one.directory in chosen and one.directory not in spared),
         tuple(left_alone),

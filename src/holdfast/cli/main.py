@@ -20,6 +20,9 @@ VERBS: Final = {
     "run": "Run a training program, and start it again when it dies.",
     "worker": "Run a training program as a worker of torchrun, which restarts it quickly.",
     "ask": "Ask a running job to save, to stop, or how it is.",
+    "follow": "Run a command for each checkpoint of a run, as its job commits them.",
+    "pin": "Keep a checkpoint, regardless of retention.",
+    "unpin": "Let a checkpoint that was pinned be removed.",
     "init": "Write a script that trains and resumes, to begin with.",
     "list": "List the checkpoints of a run, or the runs in a directory.",
     "show": "Show what one checkpoint holds.",
@@ -53,7 +56,7 @@ _INSTEAD: Final = {
 
 _RESUMING: Final = frozenset({"resume", "restart", "continue", "train", "start"})
 
-_MODULES: Final = {"export": "conversion", "import": "conversion", "worker": "run"}
+_MODULES: Final = {"export": "conversion", "import": "conversion", "worker": "run", "pin": "follow", "unpin": "follow"}
 """Modules of verbs that are not named for one verb."""
 
 _VERB: Final = "holdfast.verb"

@@ -310,7 +310,7 @@ def plan_retention(
         protected: Further keys that must stay, such as the one restored from, each with the reason.
         now_seconds: Seconds since 1970.
         referrers: All checkpoints that refer to others, including those that stay in any case.
-        replaced: Further keys to remove, unless a kept checkpoint refers to them.
+        replaced: Further keys to remove, unless they are protected, or a kept checkpoint refers to them.
     """
     keys = [candidate.key for candidate in committed]
     if len(set(keys)) != len(keys):
@@ -322,7 +322,7 @@ def plan_retention(
         always_kept.append(dict.fromkeys(finite[-1:], "the newest that is finite"))
     for always in always_kept:
         reasons |= {key: f"{why}; {reasons[key]}" if key in reasons else why for key, why in always.items()}
-    going = [*(key for key in keys if key not in reasons), *replaced]
+    going = [*(key for key in keys if key not in reasons), *(key for key in replaced if key not in protected)]
     if going and (spared := spare_referred(going, referrers)):
         reasons |= spared
         keys += replaced

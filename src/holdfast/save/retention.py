@@ -14,6 +14,7 @@ import msgspec
 
 from holdfast.catalog import Catalog, StoredRun, describe_lost
 from holdfast.catalog.deletion import FileRecycler, sweep
+from holdfast.catalog.holds import HoldWatch
 from holdfast.catalog.summary import FEW, Summarizer
 from holdfast.errors import FencedError, HoldfastError
 from holdfast.events import Failed, NotFinite, Retained, Sink, Warned
@@ -22,6 +23,7 @@ from holdfast.format.digests import seal
 from holdfast.format.names import StepName
 from holdfast.format.records import NAMED_NONFINITE, Manifest, Nonfinite
 from holdfast.policies import KeptCandidate, RetentionPolicy, absent_metrics, count_kept, plan_retention
+from holdfast.policies.retention import RetentionPlan
 from holdfast.process.worker_pool import WorkerPool
 from holdfast.save.handle import Origin, PendingFailures, SaveHandle
 from holdfast.save.lineage import CallGuard
@@ -70,7 +72,8 @@ class Retention:
 
     Attributes:
         recycler: Recycles the data file of a removed checkpoint; the owner of this closes it.
-        spared: The steps that stayed at the last clean-up only because a farther tier needs them, oldest first.
+        spared: The steps that stayed at the last clean-up only because they are being read, and then those that a
+            farther tier needs; oldest first, and whether they are needed.
     """
 
     def __init__(
@@ -86,8 +89,9 @@ class Retention:
         """`token` identifies the generations that are opened here; `find_needed` finds what farther tiers need."""
         self._run, self._keep = run, keep
         self._find_needed = find_needed
-        self.spared: tuple[StepName, ...] = ()
+        self.spared: dict[StepName, bool] = {}
         self._summarizer = Summarizer(run, token)
+        self._holds = HoldWatch(run.storage)
         # Whether what older generations had left has been removed, as far as it was there when this one began.
         self._has_swept = False
         # How many saves are to come before their size is known, and with it what all that is kept will take.
@@ -145,11 +149,11 @@ class Retention:
         if others := set(catalog.committed).difference(catalog.living, protected):
             own = {name.step for name in catalog.living if name.generation == newest.generation}
             replaced = sorted(name for name in others if name.generation == newest.generation and name.step in own)
-        if self._find_needed is not None and (needed := self._find_needed(candidates)):
-            kept = plan_retention(self._keep, candidates, protected, time.time(), referrers).keep
-            self.spared = tuple(sorted(name for name in needed if name not in kept))
-            protected = {**needed, **protected}
-        plan = plan_retention(self._keep, candidates, protected, time.time(), referrers, replaced)
+        needed = {} if self._find_needed is None else self._find_needed(candidates)
+        plan_with = partial(
+            plan_retention, self._keep, candidates, now_seconds=time.time(), referrers=referrers, replaced=replaced
+        )
+        plan = plan_with(protected={**needed, **self._holds.held, **protected})
         newest_bytes = max(worker.data_bytes for worker in manifest.workers) if manifest else 0
         if manifest is not None:
             # A copy says that the step was committed if the manifest is lost. A crash before this leaves a step that
@@ -162,10 +166,17 @@ class Retention:
         if not self._run.storage.traits.lists_deep:  # Else nobody needs a summary.
             is_long = is_long or len(catalog.committed) > FEW or len(self._run.history.opened) > FEW
         removed: list[StepName] = []
+        going = given_up = plan.remove
         try:
-            going = plan.remove
             if is_long and going:
                 going = self._summarizer.release(going, catalog, newest.generation)
+            if going or self._holds.held:
+                plan = self._heed_holds(going, plan_with, {**needed, **protected})
+                going = plan.remove
+            if needed or self.spared or self._holds.leases:
+                kept = plan_with(protected={**self._holds.pins, **protected}).keep
+                only = [name for name in plan.keep if name not in kept and name in {**needed, **self._holds.leases}]
+                self.spared = {name: name in needed for name in sorted(only, key=lambda name: (name in needed, name))}
             if going:
                 removed = self._remove(going, newest, newest_bytes, problems)
         except FencedError:
@@ -192,7 +203,7 @@ class Retention:
             self._has_swept = not left
         if is_long:
             # Whether or not they are gone: some may be half removed.
-            self._summarizer.update(catalog, plan.remove, newest.generation)
+            self._summarizer.update(catalog, given_up, newest.generation)
         self._run.history.forget_all_but(set(catalog.committed) - set(removed))
         known_facts = self._run.history.known
         kept_bytes = sum(known_facts[name].size_bytes for name in plan.keep if name in known_facts)
@@ -201,7 +212,9 @@ class Retention:
             self._until_measured -= 1
             if not self._until_measured:
                 present = len(plan.keep) + (catalog.spare_bytes is not None)
-                shortage = self._find_shortage(manifest.facts.size_bytes, present, len(set(protected) - {newest}))
+                shortage = self._find_shortage(
+                    manifest.facts.size_bytes, present, len({*needed, *protected} - {newest})
+                )
         return Cleaning(
             dict(plan.keep),
             tuple(removed),
@@ -214,24 +227,44 @@ class Retention:
             shortage,
         )
 
-    def remove_spared(self) -> StepName | None:
-        """**Blocks.** Removes the oldest step that stays only because a farther tier needs it, and returns it; None if
-        there is none.
+    def _heed_holds(
+        self,
+        going: Collection[StepName],
+        plan_with: Callable[..., RetentionPlan[StepName]],
+        protected: Mapping[StepName, str],
+    ) -> RetentionPlan[StepName]:
+        """**Blocks.** Plans again, without what is pinned or being read; removes only steps that are `going`.
+
+        `holds.py` explains the order of the calls. A crash in between leaves steps without a copy of the manifest: the
+        next generation writes it again.
+        """
+        self._run.storage.delete([name.committed_path for name in going])
+        self._holds.look(time.monotonic())
+        heeded = plan_with(protected={**self._holds.held, **protected})
+        for name in set(going).difference(heeded.remove):
+            with suppress(HoldfastError):
+                self._run.step(name).renew_copy()
+        # One whose lease has ended just now was not announced to readers: it goes after the next commit.
+        return RetentionPlan(heeded.keep, tuple(name for name in heeded.remove if name in going))
+
+    def remove_spared(self) -> tuple[StepName, bool] | None:
+        """**Blocks.** Removes the first spared step; returns it, and whether a farther tier needs it, or None.
 
         The newest never is one, nor a step to which another one refers.
         """
         catalog, history = self._run.look(), self._run.history
         referrers = history.referrers((*catalog.committed, *catalog.lost))
         referred = {name for referrer in referrers for name in referrer.refers_to}
-        for name in self.spared:
+        for name, is_needed in list(self.spared.items()):
             if name not in catalog.committed or name in referred or catalog.newest in (None, name):
                 continue
-            self.spared = tuple(other for other in self.spared if other != name)
+            del self.spared[name]
+            self._holds.forget([name])
             generation = max(history.opened, default=0)
             if history.summary is not None and not self._summarizer.release((name,), catalog, generation):
                 continue
             if self._remove([name], StepName(name.step, generation), 0, []):
-                return name
+                return name, is_needed
         return None
 
     def _find_shortage(self, size_bytes: int, present: int, protected: int) -> str:

@@ -130,8 +130,9 @@ class CheckpointWriter(Protocol):
         """Called when training continues from another state: the next save opens a generation of its own."""
         ...
 
-    def make_room(self) -> bool:
-        """**Blocks.** Called if the disk is full: removes what stays for a farther tier only; True if it did."""
+    def make_room(self, warn: Callable[[str], object]) -> bool:
+        """**Blocks.** Called if the disk is full: removes a step that stays for a reader or a farther tier only; True
+        if it did, and warned of it."""
         return False
 
 
@@ -154,7 +155,7 @@ class StepAttempt:
         try:
             self._open(staging, pool).write_behind_copy(pool)
         except StorageFullError as error:
-            if not self._tidier.is_busy:
+            if not (self._tidier.is_busy or self._writer.make_room(self._warn)):
                 raise
             self.give_up(error)  # `write` begins again, where it may wait for room.
 
@@ -164,7 +165,7 @@ class StepAttempt:
             try:
                 return (self._files or self._open(staging, pool)).finish(pool)
             except StorageFullError as error:
-                if not (self._tidier.wait() or self._writer.make_room()):
+                if not (self._tidier.wait() or self._writer.make_room(self._warn)):
                     raise
                 self.give_up(error)
 
@@ -176,8 +177,11 @@ class StepAttempt:
             try:
                 return self._writer.commit(receipts, name, request.metrics, request.metadata)
             except StorageFullError:
-                if not (self._tidier.wait() or self._writer.make_room()):
+                if not (self._tidier.wait() or self._writer.make_room(self._warn)):
                     raise
+
+    def _warn(self, text: str) -> None:
+        self._emit(Warned(text=text))
 
     def give_up(self, error: BaseException) -> None:
         """**Blocks.** Removes what was written, as the save has failed with `error`. If this raises, that replaces it.
@@ -340,11 +344,15 @@ class RunWriter(CheckpointWriter):
         for path, record in records.items():
             self._run.storage.publish(path, record.encode())
 
-    def make_room(self) -> bool:
+    def make_room(self, warn: Callable[[str], object]) -> bool:
         """See `CheckpointWriter`. The newest step is never among them."""
-        if self.copier is None or (name := self._retention.remove_spared()) is None:
+        if (found := self._retention.remove_spared()) is None:
             return False
-        self.copier.give_up(name)
+        name, is_needed = found
+        if is_needed and self.copier is not None:
+            self.copier.give_up(name)
+        else:
+            warn(f"the disk is full: step {name.step} was removed, although a reader had a lease")
         return True
 
     def _keep_lost(self) -> Catalog:

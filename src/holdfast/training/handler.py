@@ -26,7 +26,8 @@ from holdfast.state.registry import list_members
 from holdfast.state.rng import RNG
 from holdfast.tracebacks import short_traceback
 from holdfast.training.announcements import Announcements
-from holdfast.training.loop import StepCount, StepNumbers, TrainingLoop, no_turn
+from holdfast.training.loop import StepNumbers, TrainingLoop, no_turn
+from holdfast.training.step_count import StepCount
 
 P = ParamSpec("P")
 R = TypeVar("R")

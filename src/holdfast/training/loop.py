@@ -10,13 +10,12 @@ import math
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from holdfast.advice.watch import TakenBatches, TrainingWatch, count_taken
-from holdfast.checkpoint import objects_of
 from holdfast.errors import HoldfastError, SaveFailedError, StepExistsError, UsageError
 from holdfast.events import Warned
 from holdfast.policies import find_modes
@@ -30,85 +29,11 @@ from holdfast.save.mark import Mark
 from holdfast.state.data.position import step_break
 from holdfast.supervise.board import BETWEEN
 from holdfast.tracebacks import find_inside, short_traceback
+from holdfast.training.step_count import StepCount
 
 if TYPE_CHECKING:
     from holdfast.manager import CheckpointManager
     from holdfast.restore.records import Restoration
-
-
-class StepCount:
-    """How many steps are complete, and which of them was saved last. Each handler of a checkpoint goes on with it.
-
-    Attributes:
-        done: How many steps are complete.
-        saved_step: The step that was saved last; None if nothing is saved.
-        saved: Its save; None if it was restored, or saved by other code.
-        late_metrics: Its metrics that were reported since.
-        measured: By metric, how many steps were complete when it was reported.
-        taken: How many batches had been taken from each saved sampler when that save was begun.
-    """
-
-    def __init__(self) -> None:
-        self.done = 0
-        self.saved_step: int | None = None
-        self.saved: SaveHandle | None = None
-        self.late_metrics: dict[str, Any] = {}
-        self.measured: dict[str, int] = {}
-        self.taken: dict[str, int] = {}
-        self._manager: CheckpointManager | None = None
-        self._restored: Restoration | None = None
-        self._stored: dict[str, Any] = {}
-
-    def join(self, manager: CheckpointManager) -> None:
-        """Called when a loop begins to count, after its restore.
-
-        Args:
-            manager: The manager that saves. Saves of another manager are in another directory.
-        """
-        if manager is not self._manager or manager.restored is not self._restored:
-            self._manager, self._restored = manager, manager.restored
-            self.note(None if manager.restored is None else self.done, None)
-
-    def counts_for(self, manager: CheckpointManager) -> bool:
-        """Returns True if the last loop that joined saves with that manager: then the objects are at that count."""
-        return manager is self._manager
-
-    def note(self, step: int | None, saved: SaveHandle | None) -> None:
-        """Records that a save of that step was begun, unless it was skipped; sets `saved_step` and `saved`."""
-        if saved is None or not saved.skipped:
-            self.saved_step, self.saved, self.late_metrics = step, saved, {}
-            if self._manager is not None:
-                self.taken = count_taken(objects_of(self._manager.checkpoint).all())
-
-    def note_measured(self, names: Iterable[str]) -> None:
-        """Records that metrics were reported now, unless it was warned of them."""
-        for name in names:
-            self.measured[name] = max(self.measured.get(name, 0), self.done)
-
-    def store_metrics(self) -> bool:
-        """Stores the late metrics with their step, unless it was restored and has them; returns True if any are."""
-        step, restored, late = self.saved_step, self._restored, self.late_metrics
-        if step is None or not late or self._manager is None or not self.is_begun(step):
-            return False
-        if self.saved is None and restored is not None and restored.step == step:
-            late = {name: value for name, value in late.items() if name not in restored.manifest.metrics}
-        if late and late != self._stored:
-            self._manager.add_metrics(step if self.saved is None else self.saved.step, late)
-        self._stored = dict(late)
-        return bool(late)
-
-    def find(self, step: int) -> SaveHandle | None:
-        """Returns the save of the step, if one was begun and has not failed."""
-        return self.saved if self.is_begun(step) else None
-
-    def is_begun(self, step: int) -> bool:
-        """Returns True if a save of the step is committed or in progress."""
-        manager = self._manager
-        if manager is not None and manager.restored is not self._restored:
-            # The program has gone back: what was saved under a number since then is of another line.
-            self._restored = manager.restored
-            self.note(None if manager.restored is None else manager.restored.step, None)
-        return self.saved_step == step and (self.saved is None or not self.saved.failed)
 
 
 def no_turn() -> None:
@@ -250,6 +175,14 @@ class TrainingLoop:
     def warn(self, text: str, *, is_error: bool = False) -> None:
         """Sends a warning to the log and the sinks."""
         self.manager.emit(Warned(text=text, step=self.count.done, is_error=is_error))
+
+    def rewind(self, step: int) -> None:
+        """Called when training has gone back to a step, which was restored."""
+        self.count.done, self.metrics, self.metadata = step, {}, None
+        self.count.drawn = {one: taken for one, taken in self.count.drawn.items() if one <= step}
+        self.count.measured.clear()
+        self.count.join(self.manager)
+        self.is_in_step, self._epoch_end, self._saved_notes = False, None, ({}, None)
 
     # Counts steps.
 

@@ -28,7 +28,7 @@ from holdfast.training.loop import TrainingLoop
 from holdfast.training.run import Resumption, Run
 from holdfast.training.watchdog import Watchdog
 
-_ON_NONFINITE: Final = ("warn", "raise")
+_ON_NONFINITE: Final = ("warn", "raise", "rollback")
 
 
 @short_traceback
@@ -57,7 +57,7 @@ def resumable(
     grace: float | str | None = None,
     keep_current: str | Iterable[str] = (),
     strict_resume: bool = False,
-    on_nonfinite: Literal["warn", "raise"] = "warn",
+    on_nonfinite: Literal["warn", "raise", "rollback"] = "warn",
     watchdog: str = "report",
     quiet: bool = False,
     **objects: object,
@@ -107,7 +107,8 @@ def resumable(
         strict_resume: True to make it an error if a step is repeated with other data, or another loss, than before the
             restart; it is a warning otherwise.
         on_nonfinite: What happens if a step is saved whose parameters or optimizer states have nan or an infinity:
-            "warn" logs it; "raise" ends training with a `NotFiniteError`, on all workers at the same step.
+            "warn" logs it; "raise" ends training with a `NotFiniteError`, on all workers at the same step;
+            "rollback" goes back to the newest good step, as `run.rollback()` does, without the batches drawn since.
         watchdog: What happens if training makes no progress for much longer than usual: "report" writes the stacks of
             all threads into the run's directory and says so; "restart", under `holdfast run`, also starts the program
             again; "off" does nothing. Limits may follow: "report step=2min unmarked=30min first=1h".

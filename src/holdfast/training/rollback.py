@@ -1,18 +1,159 @@
-"""Going back, within the running process, to a step before training went wrong."""
+"""Going back, within the running process, to a step from before training went wrong, on all workers."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Final
 
+import msgspec
+
+from holdfast.advice.watch import count_taken
 from holdfast.catalog import StoredRun
+from holdfast.checkpoint import objects_of
+from holdfast.errors import NotFiniteError, UsageError
+from holdfast.format.names import FOLLOWED_DATA
 from holdfast.policies import find_good
+from holdfast.preemption.grace import StopOrder
+from holdfast.state.registry import list_members
+from holdfast.tracebacks import print_elsewhere
+from holdfast.witness.ring import remove_rings
 
 if TYPE_CHECKING:
     from holdfast.manager import CheckpointManager
+    from holdfast.restore.records import Restoration
+    from holdfast.training.announcements import Announcements
+    from holdfast.training.loop import TrainingLoop
+
+_MOST_ROLLBACKS: Final = 2
+"""A third one to the same step would end as those before."""
 
 
-def find_newest_good(manager: CheckpointManager) -> int | None:
-    """**Blocks.** Returns the newest step of the current lineage that is good; see `LastGood`. None if none is."""
-    run = StoredRun(manager.storage)
-    good = find_good(manager.options.keep, run.history.candidates(run.look().living))
-    return good[-1].step if good else None
+class Rollbacks:
+    """Takes a run back. It belongs to the training thread."""
+
+    def __init__(self, manager: CheckpointManager, loop: TrainingLoop, announcements: Announcements) -> None:
+        self._manager, self._loop, self._announcements = manager, loop, announcements
+        self._counts: dict[int, int] = {}
+
+    def check_data(self) -> None:
+        """Raises `UsageError` if the place in the data cannot be moved: the program has an iterator of its own."""
+        objects, data = self._manager.checkpoint.objects, self._loop.taken.data
+        foreign = [
+            path
+            for path, obj, adapter in list_members(objects)
+            if adapter.gives_batches(obj, path) and adapter.find_sampler(obj) is None
+        ]
+        if foreign or not (data.has_loaders or count_taken(objects)):
+            what = f"the iterator of {foreign[0]} is" if foreign else "its batches come from an iterator that is"
+            raise UsageError(
+                f"training cannot go back: {what} the program's own",
+                hint="Take batches from run.batches(loader), or pass a ResumableDataLoader to resumable.",
+            )
+        if data.has_lead:
+            raise UsageError(
+                "training cannot go back: the batch of the next step was taken before that step begins",
+                hint="Take the batch inside the step: for step, batch in zip(run.steps(n), run.batches(loader)).",
+            )
+
+    def make_error(self, cause: str, step: int) -> NotFiniteError:
+        """**Blocks.** Returns the error that ends training, on all workers; on one of a machine it is printed whole."""
+        good, place = self._find_newest_good(), self._announcements.place
+        hint = "No checkpoint is finite: find the cause, and start over."
+        if good is not None:
+            hint = f"Step {good} is the newest good one: find the cause, then `holdfast rollback {place}@{good}`."
+        error = NotFiniteError(cause, step=step, hint=hint)
+        if self._manager.participant is not None:
+            cluster = self._manager.participant.peers.cluster
+            if cluster.rank and cluster.node_of(0) == cluster.node:
+                print_elsewhere(error, "rank 0")
+        return error
+
+    def make_error_together(self, cause: str, step: int) -> NotFiniteError:
+        """**Collective.** **Blocks.** The same, once all workers are here: no one ends because another one has."""
+        if self._manager.participant is not None:
+            self._manager.participant.peers.gather_decide_broadcast(b"", lambda _: b"", "the end of training")
+        return self.make_error(cause, step)
+
+    def go_back(self, order: StopOrder, step: int) -> Restoration:
+        """**Collective.** **Blocks.** Restores the step of an order, and commits the place in the data that follows.
+
+        A kill before that commit leaves the run as it was; one after it, what training goes on from.
+
+        Raises:
+            NotFiniteError: If no step is good, or this one was gone back to twice.
+            NoCheckpointError: If there is no such step.
+            UsageError: If the place in the data cannot be moved.
+        """
+        manager, loop, data = self._manager, self._loop, self._loop.taken.data
+        manager.lineage.settle()
+        self.check_data()
+        target = self._choose(order)
+        if target is None:
+            raise self.make_error_together(f"{order.cause}, and no step is good", step)
+        self._counts[target] = self._counts.get(target, 0) + 1
+        if self._counts[target] > _MOST_ROLLBACKS:
+            text = f"{order.cause}; training has gone back to step {target} twice, and it came to this again"
+            raise self.make_error_together(text, target)
+        skipped, kept = self._count_skipped(target, order.skipped_batches), self._note_places()
+        find_steps, manager.lineage.find_steps = manager.lineage.find_steps, None
+        try:
+            with data.returning():
+                restoration = manager.restore(target)
+                for path, obj, adapter in list_members(manager.checkpoint.objects):
+                    if (sampler := adapter.find_sampler(obj)) is not None and path in kept:
+                        if skipped is None:
+                            sampler.load_state_dict(kept[path])
+                        sampler.skip(0 if skipped is None else skipped[path])
+                data.go_back(*((kept[FOLLOWED_DATA], 0) if skipped is None else (None, skipped.get(FOLLOWED_DATA, 0))))
+        finally:
+            manager.lineage.find_steps = find_steps
+        assert restoration is not None, "it was chosen"
+        loop.rewind(target)
+        manager.witness.end()
+        remove_rings(manager.storage)  # The steps that follow are others.
+        loop.save(target, replace=True).wait_committed()
+        left_out = 0 if skipped is None else max(skipped.values())
+        batches = "1 batch" if left_out == 1 else f"{left_out} batches" if left_out else "what was drawn since"
+        self._announcements.say(
+            f"{self._announcements.place} went back from step {step} to step {target}, without {batches}: {order.cause}"
+        )
+        return restoration
+
+    def _choose(self, order: StopOrder) -> int | None:
+        """**Collective.** Returns the step to go back to: the leader looks for the newest good one."""
+        target = order.step
+        if target is None:
+            participant = self._manager.participant
+            is_leader = participant is None or participant.peers.is_leader
+            target = self._find_newest_good() if is_leader else None
+            if participant is not None:
+                own = msgspec.json.encode(target)
+                answer = participant.peers.gather_decide_broadcast(own, lambda records: records[0], "the rollback")
+                target = msgspec.json.decode(answer, type=int | None)
+        return target
+
+    def _find_newest_good(self) -> int | None:
+        run = StoredRun(self._manager.storage)
+        good = find_good(self._manager.options.keep, run.history.candidates(run.look().living))
+        return good[-1].step if good else None
+
+    def _note_places(self) -> dict[str, Any]:
+        """Returns the places in the data, by path."""
+        samplers = {
+            path: sampler.look().state_dict()
+            for path, obj, adapter in list_members(self._manager.checkpoint.objects)
+            if (sampler := adapter.find_sampler(obj)) is not None
+        }
+        return {**samplers, FOLLOWED_DATA: self._loop.taken.data.state_dict()}
+
+    def _count_skipped(self, target: int, given: int | None) -> dict[str, int] | None:
+        """Returns how many batches to leave out, by the path of what gives them.
+
+        None to go on at the present place instead: an earlier process has saved the step, or there are several loaders.
+        """
+        now = count_taken(objects_of(self._manager.checkpoint).all())
+        then = self._loop.count.drawn.get(target)
+        if given is not None:
+            return dict.fromkeys(now, given)
+        if then is None or self._loop.taken.data.count_trained() > 1:
+            return None
+        return {path: number - then.get(path, 0) for path, number in now.items()}

@@ -13,11 +13,11 @@ from typing import Any, Final, NamedTuple, Self, SupportsFloat, TypeVar
 
 from holdfast.advice.watch import count_taken
 from holdfast.checkpoint import objects_of
-from holdfast.errors import ClosedError, HoldfastError, NotFiniteError, UsageError
+from holdfast.errors import ClosedError, HoldfastError, UsageError
 from holdfast.format.names import FOLLOWED_DATA
 from holdfast.format.records import Manifest
 from holdfast.numbers import check_whole
-from holdfast.options import check_metrics
+from holdfast.options import check_metrics, check_step
 from holdfast.preemption.grace import StopOrder
 from holdfast.process.exit import EXIT_SAVE_FAILED
 from holdfast.process.pulse import PULSE
@@ -26,10 +26,10 @@ from holdfast.restore.records import Restoration
 from holdfast.save.handle import SaveHandle
 from holdfast.state.data.followed import CALL, FollowedData, LoaderBatches
 from holdfast.supervise.board import LEAVING
-from holdfast.tracebacks import print_elsewhere, short_traceback
+from holdfast.tracebacks import short_traceback
 from holdfast.training.announcements import Announcements, warn_never_entered
 from holdfast.training.loop import StepNumbers, TrainingLoop
-from holdfast.training.rollback import find_newest_good
+from holdfast.training.rollback import Rollbacks
 from holdfast.training.watchdog import Watchdog
 
 Batch = TypeVar("Batch")
@@ -74,6 +74,7 @@ class Run:
         self._resumption, self._watchdog = resumption, watchdog
         self._announcements = Announcements(manager.url, manager.worker, quiet=quiet)
         self.completes_step: Callable[[], bool] = lambda: True
+        self._rollbacks = Rollbacks(manager, loop, self._announcements)
         self._total = 0  # How many steps the last loop of `steps` was to have.
         self._phase = _Phase.NEW
         self._counts_own = False
@@ -244,6 +245,30 @@ class Run:
     def stop(self) -> None:
         """Ends the loop after the current step."""
         self._loop.is_stopped = True
+
+    def rollback(self, step: int | None = None, *, skip_batches: int | None = None) -> None:
+        """Goes back to an earlier step, at the end of the step in progress, and trains on with other batches.
+
+        Everything that is saved is restored. The place in the data is that of the step, and `skip_batches` later, so
+        that what made training go wrong is left out. Then the step is saved again, and newer steps no longer count.
+        Loops over `steps`, `epochs`, `batches` and a saved `ResumableDataLoader` go on there, also in an earlier epoch.
+        Random numbers are those of a run that never saw the batches. It is enough if one of several workers calls this.
+
+        Args:
+            step: The step; None for the newest one whose parameters and optimizer states are finite, and whose metrics
+                are as each `LastGood` of `keep` wants them.
+            skip_batches: How many batches to leave out, counted from that step; None for all that were drawn since.
+
+        Raises:
+            UsageError: If batches come from an iterator of the program's own.
+            NotFiniteError: At the end of the step, if no step is good, or this is the third time for one step.
+            NoCheckpointError: At the end of the step, if there is no such step.
+        """
+        self._check_entered()
+        wanted = None if step is None else check_step(step)
+        skipped = None if skip_batches is None else check_whole("skip_batches", skip_batches)
+        self._rollbacks.check_data()
+        self._guard.order(StopOrder("run.rollback() was called", step=wanted, skipped_batches=skipped))
 
     def should_stop(self) -> bool:
         """Returns True if the job should exit after this step, so that long work inside a step can end early."""
@@ -434,7 +459,7 @@ class Run:
                 last.wait_ended(at_exit=True)
             self.manager.wait()
             if (order := self._guard.orders.pending) is not None:
-                raise self._make_nonfinite_error(order, step)  # No step comes at which it would be carried out.
+                raise self._rollbacks.make_error(order.cause, step)  # No step comes at which it would be carried out.
             self._guard.pass_end(step)
             self.manager.__exit__(None, None, None)
             self._announcements.end(self.manager, step, self._total)
@@ -457,25 +482,14 @@ class Run:
 
     def _obey(self, order: StopOrder, step: int) -> int:
         """**Collective.** Carries out an order between two steps; returns the step from which training goes on."""
-        if self.manager.participant is not None:
-            # All are here: else some would end because another one has ended.
-            self.manager.participant.peers.gather_decide_broadcast(b"", lambda _: b"", "the end of training")
-        raise self._make_nonfinite_error(order, step)
-
-    def _make_nonfinite_error(self, order: StopOrder, step: int) -> NotFiniteError:
-        good = find_newest_good(self.manager)
-        place = self._announcements.place
-        hint = "No checkpoint is finite: find the cause, and start over."
-        if good is not None:
-            hint = (
-                f"The newest good step is {good}: find the cause, and go back with `holdfast rollback {place}@{good}`."
-            )
-        error = NotFiniteError(order.cause, step=step, hint=hint)
-        if self.manager.participant is not None:
-            cluster = self.manager.participant.peers.cluster
-            if cluster.rank and cluster.node_of(0) == cluster.node:
-                print_elsewhere(error, "rank 0")
-        return error
+        if order.raises:
+            raise self._rollbacks.make_error_together(order.cause, step)
+        self._restored = self._rollbacks.go_back(order, step)
+        step, resumption = self._restored.step, self._resumption
+        self._loop.begin_witness(
+            self._restored, self._announcements.say, keeps_current=False, strict=resumption.strict_resume
+        )
+        return step
 
     def _store_metrics(self) -> bool:
         """Stores all that was reported with the step that was saved last; returns True if something was."""

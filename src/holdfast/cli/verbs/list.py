@@ -10,6 +10,7 @@ from typing import Any, Final
 import click
 
 from holdfast.catalog import StoredRun
+from holdfast.catalog.holds import Hold
 from holdfast.catalog.survey import (
     NOTHING,
     Found,
@@ -172,6 +173,7 @@ def _list_marks(survey: Survey, one: Found, extremes: Mapping[str, Sequence[Step
     marks += ["damaged"] if one.damages else []
     marks += ["may_be_in_progress"] if one.may_be_in_progress else []
     marks += ["referred_to"] if one.referred_by else []
+    marks += [f"read_by:{unspaced(hold.reader)}" if hold.reader else "pinned" for hold in survey.find_holds(one)]
     marks += [f"refers_to:{name.directory}" for name in one.refers_to]
     for metric, (lowest, highest) in extremes.items() if one.manifest else ():
         marks += [f"lowest:{metric}"] if one.name == lowest else []
@@ -205,11 +207,20 @@ def _mark(survey: Survey, one: Found) -> Words:
         return ("manifest missing", BAD)
     if one.damages:
         return ("newest, damaged" if one is survey.newest else "damaged", BAD)
+    held = ", ".join(_describe_hold(hold) for hold in survey.find_holds(one))
     if one is survey.newest:
-        return ("newest", GOOD)
+        return (f"newest, {held}" if held else "newest", GOOD)
+    if held:
+        return (held, NOTABLE)
     if one.may_be_in_progress and one.state is State.UNFINISHED:
         return ("being written?", NOTABLE)
     return (_STATE_MARKS.get(one.state, "referred to" if one.referred_by else ""), FAINT)
+
+
+def _describe_hold(hold: Hold) -> str:
+    # By the clock of the reader, which may be another machine's.
+    ago = f" ({age_text(time.time() - hold.renewed_at_unix_seconds)})" if hold.reader else ""
+    return hold.reason + ago
 
 
 def _remark(report: Report, survey: Survey, show_all: bool) -> None:
@@ -240,7 +251,7 @@ def _make_document(url: str, survey: Survey, columns: Sequence[Column[Found]]) -
     opening = survey.opening
 
     def list_fields(state: State) -> list[dict[str, Any]]:
-        return [found_fields(one) | make_fields(columns, one) for one in survey.of(state)]
+        return [found_fields(one) | _hold_fields(survey, one) | make_fields(columns, one) for one in survey.of(state)]
 
     return {
         "run": url,
@@ -258,6 +269,20 @@ def _make_document(url: str, survey: Survey, columns: Sequence[Column[Found]]) -
         },
         **{"steps" if state is State.LIVING else state.value: list_fields(state) for state in State},
         "damaged_records": [problem_fields(fault) for fault in survey.catalog.faults],
+    }
+
+
+def _hold_fields(survey: Survey, one: Found) -> dict[str, Any]:
+    if one.state not in (State.LIVING, State.OFF_LINE):
+        return {}
+    holds = survey.find_holds(one)
+    return {
+        "is_pinned": any(not hold.reader for hold in holds),
+        "readers": [
+            {"name": hold.reader, **time_fields("renewed_at", hold.renewed_at_unix_seconds)}
+            for hold in holds
+            if hold.reader
+        ],
     }
 
 

@@ -61,6 +61,11 @@ def split_options(directory: Directory, given: Mapping[str, Any], taken: Collect
     make_termination(every["preemption"], objects, grace=every["grace"])
     check_switches(**{name: every[name] for name in ("strict", "strict_resume", "quiet")})
     read_watchdog(every["watchdog"])
+    if every["on_nonfinite"] == "rollback":
+        raise UsageError(
+            'on_nonfinite="rollback" needs a loop of your own: the framework knows nothing of a step back',
+            hint='Use "raise", and `holdfast rollback RUN@STEP` to the step that the error names.',
+        )
     SaveOptions.pick(every, save_every=Auto(), keep=Latest(3))
     return Settings(directory, options, objects)
 

@@ -25,7 +25,8 @@ from holdfast.numbers import check_whole
 from holdfast.state.adapters import CaptureContext, Loading, Oversights, Readable
 from holdfast.state.data.attributes import RANDOM
 from holdfast.state.data.position import is_position
-from holdfast.state.data.sampler import BatchStream, ResumableSampler, SamplerAdapter, leave_alone
+from holdfast.state.data.sampler import ResumableSampler, SamplerAdapter, leave_alone
+from holdfast.state.data.streams import BatchStream
 from holdfast.state.leaves import Skeleton
 from holdfast.state.registry import register_adapter
 

@@ -267,6 +267,10 @@ class JointRunWriter(CheckpointWriter):
         else:
             save.protocol.report_failure(error)
 
+    def make_room(self, warn: Callable[[str], object]) -> bool:
+        """See `CheckpointWriter`. The leader does it, when its own files have no room."""
+        return self._peers.is_leader and self._own.make_room(warn)
+
     def clean(
         self, newest: StepName, protected: Mapping[StepName, str], manifest: Manifest | None = None
     ) -> Cleaning | None:

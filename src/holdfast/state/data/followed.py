@@ -6,15 +6,16 @@ passes, and decides which batches belong to a step that is saved.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, TypeVar
 
 from holdfast.errors import UsageError
 from holdfast.format.records import Worker
 from holdfast.process.pulse import take_batch
 from holdfast.state.adapters import StateDictAdapter
+from holdfast.state.data.followed_loader import FollowedLoader
 from holdfast.state.data.reading import ReadPlace
 from holdfast.state.data.sampler import BatchCount
 from holdfast.state.leaves import Skeleton
@@ -33,124 +34,19 @@ _ENDLESS: Final = (
 )
 
 
-class LoaderPlace(Protocol):
-    """The progress of training in one loader.
+class _WayBack:
+    """The way of training back to an earlier step.
 
     Attributes:
-        caveat: What a restart has to do, or cannot; empty if there is no such thing.
-        remark: What a restore has found changed since the save; empty if nothing has.
-        resumes: True if the next pass begins at the restored batch.
-        lookahead: How many of the batches that were taken are not trained yet.
+        count: How often it has gone back.
+        state: While it goes back, the state to which it does; None otherwise.
+        rests: By the identity of a loader, the rest of the pass that a loop over it continues with.
     """
 
-    caveat: str
-    remark: str
-    resumes: bool
-    lookahead: int
-
-    def start(self) -> Iterator[Any]:
-        """Begins a pass, or continues in the restored one."""
-
-    def forget(self) -> None:
-        """Leaves the pass in progress: the next one is whole."""
-
-    def outline(self) -> Mapping[str, Any]:
-        """Returns `taken`, the batches of this pass that were trained, and `total`; None if that is not known."""
-
-    def describe(self) -> Any:
-        """Returns what decides which batches come, as a row of plain values."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns the place as plain values; `begin` is None if no pass is in progress."""
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Stores the place for the next pass that begins."""
-
-
-class FollowedLoader:
-    """A loader that is followed.
-
-    Attributes:
-        loader: The loader.
-        place: The progress in its pass.
-        facts: What it is recognized by after a restart.
-        passes: How many of its passes are over: in this epoch, or outside of epochs since the beginning.
-        spent: How many of these a restored epoch has still to repeat, without a batch.
-        taken: The batches that were taken in this process.
-        done: Those of its pass in progress, including those before a restart.
-        total: How many a pass has; None if that is not known.
-        used: The last epoch in which it was used, -1 for none; and as which of its loaders.
-        trains: True if a step was counted in one of its passes. Others only evaluate.
-        current: Its pass in progress; None for none.
-        is_left: True if the program has left the pass by `break`.
-        is_remade: True if the program creates it again for each epoch.
-        lead: How many batches its loop takes before the step that trains them begins.
-        ahead: These batches, of the step to come.
-    """
-
-    def __init__(self, loader: Any, place: LoaderPlace) -> None:
-        kinds = [getattr(one, "__name__", type(one).__name__) for one in (loader, getattr(loader, "dataset", None))]
-        self.loader, self.place = loader, place
-        self.facts = [*(kind.removeprefix("Followed") for kind in kinds), *place.describe()]
-        self.passes = self.spent = self.taken = self.done = self.lead = 0
-        self.total: int | None = None
-        self.used = (-1, 0)
-        self.trains = self.is_left = self.is_remade = False
-        self.current: Any = None
-        self.ahead: deque[Any] = deque()
-
-    def is_at_end(self, *, is_between: bool) -> bool:
-        """Returns True if the last batch of the pass is taken, those of a step to come left out."""
-        return self.done - (self.lead if is_between else 0) == self.total
-
-    def read(self, *, is_within: bool, is_over: bool, is_between: bool) -> dict[str, Any]:
-        """Returns the state to store: of the middle of a pass, or else of the next epoch if the present one is over."""
-        lookahead, self.place.lookahead = self.place.lookahead, self.lead if is_between else 0
-        try:
-            state = self.place.state_dict()
-        finally:
-            self.place.lookahead = lookahead
-        passes = 0 if is_over else self.passes + (self.is_left and not is_within)
-        place = state if is_within else None if self.is_remade else {**state, "begin": None}
-        kept = {"facts": self.facts, "passes": passes, "trains": self.trains, "within": is_within, "place": place}
-        ended = is_within and self.is_at_end(is_between=is_between)
-        return {**kept, "ended": ended, "outside": self.is_outside}
-
-    @property
-    def is_outside(self) -> bool:
-        """True if it is used outside of epochs now, or was never used in one."""
-        return self.used[0] < 0 or isinstance(self.current, Iterator)
-
-    def load(self, state: Mapping[str, Any], *, is_in_epochs: bool) -> None:
-        """Continues at a stored state."""
-        self.passes, self.trains = state["passes"], state["trains"]
-        self.total = self.place.outline()["total"]
-        self.spent = self.passes if is_in_epochs else 0
-        if state["place"] is not None:
-            self.place.load_state_dict(state["place"])
-        self.done = self.place.outline()["taken"] if self.place.resumes else 0
-
-    def begin_pass(self, number: int) -> None:
-        """Called before a pass of the epoch of that number begins."""
-        batches = getattr(self.loader, "batch_sampler", None)
-        parts = [getattr(self.loader, name, None) for name in ("sampler", "dataset")]
-        for part in {
-            id(one): one for one in (self.loader, batches, getattr(batches, "sampler", None), *parts)
-        }.values():
-            if callable(set_epoch := getattr(part, "set_epoch", None)):
-                set_epoch(number)
-        outline = self.place.outline()
-        self.done, self.total = outline["taken"] if self.place.resumes else 0, outline["total"]
-
-    def end_pass(self) -> None:
-        """Called when a pass is over."""
-        self.passes += 1
-        self.drop_pass()
-
-    def drop_pass(self) -> None:
-        """Forgets the pass in progress."""
-        self.current, self.is_left, self.done = None, False, 0
-        self.place.forget()
+    def __init__(self) -> None:
+        self.count = 0
+        self.state: Mapping[str, Any] | None = None
+        self.rests: dict[int, Iterator[Any]] = {}
 
 
 class FollowedData:
@@ -174,7 +70,8 @@ class FollowedData:
         # The states of loaders that the restarted program has not used yet.
         self._pending: list[Mapping[str, Any]] = []
         self._is_in_epochs = self._is_epoch_left = self._was_in_epochs = False
-        self._is_resized = self._has_warned = self._has_own_steps = False
+        self._is_resized = self._has_own_steps = False
+        self._back = _WayBack()
         # True if a batch was taken, since the last step, from a loader that is not known to train.
         self._has_unknown = False
 
@@ -226,6 +123,7 @@ class FollowedData:
             self.count.note_taken()
 
     def _end_epoch(self) -> None:
+        self._back.rests.clear()
         self._pending = [_begin_again(state) for state in self._pending]
         for one in self._loaders:
             one.drop_pass()
@@ -289,37 +187,42 @@ class FollowedData:
         if one.spent:
             one.spent -= 1
         else:
-            if one.current is not None or one.is_left:
+            if id(one) not in self._back.rests and (one.current is not None or one.is_left):
                 one.end_pass()
-            one.begin_pass(self.epoch)
-            one.current = own = object()
-            for batch in one.place.start():
-                self._take(one, batch)
-                try:
-                    yield batch
-                except GeneratorExit:
-                    if one.current is own:
-                        one.current, one.is_left = None, True
-                    raise
-                if one.current is not own:
-                    raise UsageError(
-                        "another pass of this loader has begun, or its epoch has ended: this loop cannot continue",
-                        hint="Call run.batches(loader) again.",
-                    )
+            one.current, own, returns = None, object(), -1
+            while returns != self._back.count:
+                batches, one.current, returns = self._go_on(one, self.epoch), own, self._back.count
+                for batch in batches:
+                    self._take(one, batch)
+                    try:
+                        yield batch
+                    except GeneratorExit:
+                        if one.current is own:
+                            one.current, one.is_left = None, True
+                        raise
+                    if returns != self._back.count:
+                        break
+                    if one.current is not own:
+                        raise UsageError(
+                            "another pass of this loader has begun, or its epoch has ended: this loop cannot continue",
+                            hint="Call run.batches(loader) again.",
+                        )
             one.end_pass()
         if self._counts(one):
             self.count.ends += 1
 
     def _pass_for_ever(self, one: FollowedLoader) -> Iterator[Any]:
         while True:
-            was_within = one.place.resumes
-            one.begin_pass(one.passes)
-            for batch in one.place.start():
+            was_within, returns = one.place.resumes or id(one) in self._back.rests, self._back.count
+            for batch in self._go_on(one, one.passes):
                 self._take(one, batch)
                 yield batch
-            if not (one.done or was_within):
-                raise UsageError(f"{one.facts[0]} has no batches")
-            one.passes, one.done = one.passes + 1, 0
+                if returns != self._back.count:
+                    break
+            else:
+                if not (one.done or was_within):
+                    raise UsageError(f"{one.facts[0]} has no batches")
+                one.passes, one.done = one.passes + 1, 0
 
     def _take(self, one: FollowedLoader, batch: Any) -> None:
         one.taken += 1
@@ -328,8 +231,8 @@ class FollowedData:
         self._has_unknown = self._has_unknown or not one.trains
         # A first pass may be a validation before the first step. To end it, a loop may take one batch too many.
         is_again = not self._is_in_epochs and one.taken > (one.total or one.done) + 1
-        if is_again and (self._has_own_steps or self._has_unknown) and not self._has_warned:
-            self._has_warned = True
+        if is_again and (self._has_own_steps or self._has_unknown) and not self.count.has_warned:
+            self.count.has_warned = True
             self.warn(_ENDLESS.format(name=one.facts[0]))
         if not self._counts(one):
             return
@@ -451,8 +354,84 @@ class FollowedData:
         epoch, was_in_epochs = self.epoch + is_over, self._was_in_epochs
         return {"epoch": epoch, "in_epochs": was_in_epochs, "within": is_within, "loaders": loaders}
 
+    @contextmanager
+    def returning(self) -> Iterator[None]:
+        """In the block, a state that is loaded is that to which training goes back: `go_back` goes on there."""
+        self._back.state = {}
+        try:
+            yield
+        finally:
+            self._back.state = None
+
+    @property
+    def has_lead(self) -> bool:
+        """True if a loop takes a batch before the step that trains it begins."""
+        return any(one.lead for one in self._loaders)
+
+    def count_trained(self) -> int:
+        """Returns how many loaders are trained on."""
+        return sum(one.trains for one in self._loaders)
+
+    def go_back(self, state: Mapping[str, Any] | None, batches: int) -> None:
+        """**Blocks** while it draws that many batches after a state, or the loaded one; they are left out.
+
+        Loops that are in a pass of a loader go on with the batch after them.
+        """
+        state, self._back.count = state or self._back.state, self._back.count + 1
+        if not state:
+            return  # The step has no place in a loader.
+        self.epoch, self._was_in_epochs, self._pending = state["epoch"], state["in_epochs"], []
+        stored = [*state["loaders"]]
+        self._back.rests.clear()
+        for one in self._loaders:
+            found = next((each for each in stored if each["facts"] == one.facts), None)
+            current = one.current
+            is_outside = one.is_outside
+            one.drop_pass()
+            one.passes = one.spent = 0
+            if found is None:
+                continue
+            stored.remove(found)
+            one.load(found, is_in_epochs=False)
+            one.used = (-1 if is_outside else self.epoch), one.used[1]
+            if one.trains and batches:
+                self._leave_out(one, batches, is_outside=is_outside)
+                one.used = (-1 if is_outside else self.epoch), one.used[1]
+            one.current = object() if current is None and id(one) in self._back.rests else current
+
+    def _leave_out(self, one: FollowedLoader, batches: int, *, is_outside: bool) -> None:
+        """Draws batches that no step takes, over one pass after the other; the rest of the last pass is kept."""
+        while batches:
+            rest = self._go_on(one, one.passes if is_outside else self.epoch)
+            for _ in rest:
+                one.taken += 1
+                one.done += 1
+                batches -= 1
+                if not batches:
+                    self._back.rests[id(one)] = rest
+                    return
+            if not one.done:
+                raise UsageError(f"{one.facts[0]} has no batches")
+            one.place.forget()
+            one.done = 0
+            if is_outside:
+                one.passes += 1
+            else:
+                self.epoch += 1
+
+    def _go_on(self, one: FollowedLoader, number: int) -> Iterator[Any]:
+        """Begins a pass of the epoch of that number, or continues in the one to which training has gone back."""
+        rest = self._back.rests.pop(id(one), None)
+        if rest is None:
+            one.begin_pass(number)
+            rest = one.place.start()
+        return rest
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues at a stored state."""
+        if self._back.state is not None:
+            self._back.state = state
+            return
         self.epoch, self._was_in_epochs, self._pending = state["epoch"], state["in_epochs"], [*state["loaders"]]
         self._loaders, self._newest, self._is_resized = [], None, False
 

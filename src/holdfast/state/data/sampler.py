@@ -17,15 +17,14 @@ import msgspec
 from holdfast.errors import MismatchError, OutOfRangeError, UsageError
 from holdfast.format.digests import derive
 from holdfast.numbers import check_whole
-from holdfast.process.pulse import take_batch
 from holdfast.state.adapters import Adapter, CaptureContext, Loading
 from holdfast.state.data.order import Batches, Permutation
 from holdfast.state.data.position import Position, count_samples, step_break
 from holdfast.state.data.replay import Watched
+from holdfast.state.data.streams import BatchIterator, BatchStream
 from holdfast.state.leaves import Differences, Skeleton
 from holdfast.state.registry import register_adapter
 from holdfast.state.rng import undisturbed
-from holdfast.tracebacks import short_traceback
 
 Batch = TypeVar("Batch")
 
@@ -167,7 +166,7 @@ class ResumableSampler:
         # The epoch of which a loop has taken the last batch, and maybe asks for no more.
         self._taken_epoch: int | None = None
         self._is_restored = False
-        self._moves = 0
+        self._moves = self._skips = 0
         self.count = BatchCount()
 
     @property
@@ -232,7 +231,7 @@ class ResumableSampler:
         self.check_loader(loader)
         if self._is_restored and not self.count.is_asked:
             self.count.unasked_epochs = self.count_complete()
-        return BatchIterator(self._follow(loader))
+        return BatchIterator(self._follow_on(loader))
 
     def stream(self, loader: Iterable[Batch]) -> BatchStream[Batch]:
         """Yields batches like `batches`, over one epoch after the other without end.
@@ -301,6 +300,20 @@ class ResumableSampler:
             self._move(epoch, 0)
         elif epoch < self._epoch and self.has_taken_last():
             self._move(self._epoch + 1, 0)
+
+    def skip(self, batches: int) -> None:
+        """Called when training has gone back to the position that was just loaded: leaves out that many batches.
+
+        None of them is loaded. Loops over loaders go on with the batch after them.
+        """
+        epoch, position_samples = self._epoch, self._position_samples
+        for _ in range(batches):
+            if not self._cut.count_from(position_samples):
+                epoch, position_samples = epoch + 1, 0
+            further, position_samples = self._cut.end_of(position_samples)
+            epoch += further
+        self._move(epoch, position_samples)
+        self._skips += 1
 
     def state_dict(self) -> dict[str, Any]:
         """Returns order and position as plain values; between two steps of `handler.run`, those of the last complete
@@ -414,6 +427,18 @@ class ResumableSampler:
                 yield indices[first : first + len(batch)]
                 first += len(batch)
 
+    def _follow_on(self, loader: Iterable[Batch]) -> Generator[Batch]:
+        """Like `_follow`, and goes on in the rest of the epoch to which training has gone back meanwhile."""
+        is_over = False
+        while not is_over:
+            skips, is_over = self._skips, True
+            with contextlib.closing(self._follow(loader)) as batches:
+                for batch in batches:
+                    yield batch
+                    if self._skips != skips:
+                        is_over = False
+                        break
+
     def _follow(self, loader: Iterable[Batch]) -> Generator[Batch]:
         if self._taken_epoch == self._epoch:
             # The loop before has counted its batches, and did not ask whether there was another one.
@@ -497,34 +522,6 @@ class ResumableSampler:
         self._pass = self._untrained = self._taken_epoch = None
         self._unfollowed_batches = 0
         self._moves += 1
-
-
-class BatchIterator(Iterator[Batch]):
-    """The batches of one epoch, as a loop takes them."""
-
-    def __init__(self, batches: Iterator[Batch]) -> None:
-        """Stores the batches."""
-        self._batches = batches
-
-    @short_traceback
-    def __next__(self) -> Batch:
-        return take_batch(self._batches)
-
-
-class BatchStream(BatchIterator[Batch]):
-    """Batches without end. Iterating it again continues."""
-
-    def __init__(self, batches: Iterator[Batch], epoch_batches: int) -> None:
-        """Stores the batches, and their number per epoch."""
-        super().__init__(batches)
-        self._epoch_batches = epoch_batches
-
-    def __repr__(self) -> str:
-        return f"<BatchStream: {self._epoch_batches} batches per epoch, endless>"
-
-    def __len__(self) -> int:
-        """Returns the number of batches of a whole epoch, for loops that ask for that many at a time."""
-        return self._epoch_batches
 
 
 class SamplerAdapter(Adapter):
