@@ -127,7 +127,7 @@ BUDGETS = {
     # Saving and retention, as pure functions.
     "policies": 926,
     # Notices, the agreement of workers, the last save.
-    "preemption": 5256,
+    "preemption": 5253,
     # Threads, terminal, interrupts, end of the process.
     "process": 1063,
     # Candidates, one plan of pieces, resharding, verification, copies in another place.

@@ -136,8 +136,6 @@ class FinalSave:
         self._consensus = consensus
         self._progress = progress
         self._look = look
-        # How far the last save has come in the tiers of the run; empty without tiers.
-        self._reached = ""
         # The last announcement: the step that is saved, the exit code, and the problem, if any.
         self._end: tuple[int | None, int, str] | None = None
 
@@ -398,7 +396,7 @@ class FinalSave:
         if not error:
             limit_seconds = _UNKNOWN_SECONDS if left_seconds is None else left_seconds - LEAST_SECONDS
             # A person at a terminal does not wait: the next start copies it.
-            self._reach_tiers(step, 0.0 if by_hand else max(limit_seconds, 0.0))
+            self._reach(step, 0.0 if by_hand else max(limit_seconds, 0.0))
         if error:
             code = EXIT_SAVE_FAILED
         exit_fn = None if error else self._config.exit_fn
@@ -426,10 +424,9 @@ class FinalSave:
             self._inbox.take_no_more()
             raise
 
-    def _reach_tiers(self, step: int | None, limit_seconds: float) -> None:
-        """**Blocks.** Waits until the saved step is in the farthest tier that it comes to in time."""
-        for saved in self._find_saves(step, None)[-1:]:
-            self._reached = saved.reach(limit_seconds)
+    def _reach(self, step: int | None, limit_seconds: float) -> str:
+        """**Blocks.** Waits until the saved step is in the farthest tier that it comes to in time; see `SaveHandle`."""
+        return "".join(saved.reach(limit_seconds) for saved in self._find_saves(step, None)[-1:])
 
     def _exit(self, code: int, gone_at: float | None) -> NoReturn:
         """Ends the program, with a deadline of `gone_at` for the interpreter's shutdown.
@@ -493,7 +490,7 @@ class FinalSave:
         return f"{self.name(step or 0)} could NOT be saved: {error}; {found}"
 
     def _describe_saved(self, step: int | None) -> str:
-        where = f" ({self._reached})" if self._reached else ""
+        where = f" ({reached})" if (reached := self._reach(step, 0.0)) else ""
         return f"{self.name(step)} is saved{where}" if step else self.nothing
 
     def _newest(self) -> int | None:
