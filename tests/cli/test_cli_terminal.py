@@ -18,6 +18,7 @@ from command_line import (
     call,
     flip_bit,
     make_objects,
+    run_program,
     show_on_terminal,
 )
 from holdfast.cli.exit_codes import ExitCode
@@ -67,6 +68,36 @@ def test_verify_shows_a_bar_on_the_error_stream_only(run: Path) -> None:
     assert re.search(r"step 100 \(1 of 5\) ━+ 112.1/112.1 kB ", narrow)
     assert "\x1b" not in shown.output
     assert shown.output.endswith("5 checkpoints read: 5 whole\n")
+
+
+LONG_WORK: dict[str, tuple[object, ...]] = {
+    "verify": ("verify", "{run}"),
+    "copy": ("copy", "{run}@100", "{out}"),
+    "export": ("export", "{run}@100", "{out}", "--to", "safetensors"),
+    "import": ("import", "{file}", "{out}"),
+    "rollback": ("rollback", "{run}@100"),
+}
+
+
+@pytest.mark.parametrize("verb", LONG_WORK)
+def test_long_work_has_a_bar_with_rate_and_time_left_and_none_in_a_pipe(run: Path, tmp_path: Path, verb: str) -> None:
+    if verb == "import":
+        hf.export_checkpoint(f"{run}@100", tmp_path / "weights", to="safetensors")
+    places = {"{run}": str(run), "{file}": str(tmp_path / "weights")}
+
+    def fill(out: str) -> list[str]:
+        words = [str(word) for word in LONG_WORK[verb]]
+        for key, value in {**places, "{out}": str(tmp_path / out)}.items():
+            words = [word.replace(key, value) for word in words]
+        return words
+
+    shown = show_on_terminal(*fill("shown"), pipe_output=True)
+    assert shown.exit_code == ExitCode.OK, shown.text
+    # The rate is "?" and the time 0 if all was done at once.
+    assert re.search(r"━ [0-9./]+ k?B +(\?|[0-9.]+ .?B/s) +[0-9:-]+", shown.text), shown.text
+    piped = run_program(*fill("piped"))
+    assert piped.returncode == ExitCode.OK
+    assert "━" not in piped.stdout + piped.stderr
 
 
 def test_show_on_a_terminal(run: Path) -> None:

@@ -24,6 +24,7 @@ from holdfast.format.dtypes import ITEM_BYTES, RAW_TYPES
 from holdfast.format.encoding import escape
 from holdfast.format.names import MAX_STEP, StepName, is_own
 from holdfast.numbers import check_whole
+from holdfast.process.progress import LongRead
 from holdfast.restore.candidates import make_selection
 from holdfast.restore.verify import open_step
 from holdfast.storage import Storage
@@ -120,7 +121,7 @@ def export_checkpoint(
         overwrite: True to replace an existing export.
         file_bytes: The total size of the arrays in one file, if the format allows several files.
         threads: The number of threads that read.
-        watcher: Receives the progress.
+        watcher: Receives the progress; None for a bar on a terminal, if it takes longer than a moment.
 
     Raises:
         UsageError: If an argument is wrong, or the path already exists.
@@ -134,8 +135,10 @@ def export_checkpoint(
         if asked is not None:
             raise UsageError(f"{run} names a step, and step={step} another", hint=f"Write {location!r} or omit step.")
     choose = partial(find_step, StoredRun(storage), asked=asked if step is None else step)
-    options = ExportOptions(to, only, keep_prefix, repeat_shared, overwrite, file_bytes, threads, watcher)
-    return export_chosen(storage, choose, Path(out), options)
+    with LongRead("exporting", lambda: 0) as shown:
+        watcher = watcher or shown
+        options = ExportOptions(to, only, keep_prefix, repeat_shared, overwrite, file_bytes, threads, watcher)
+        return export_chosen(storage, choose, Path(out), options)
 
 
 def export_chosen(

@@ -45,6 +45,7 @@ from holdfast.format.scalars import Node, is_text, tagged
 from holdfast.format.shapes import StridesRecord, find_layout
 from holdfast.numbers import check_whole
 from holdfast.policies import All
+from holdfast.process.progress import LongRead
 from holdfast.restore.candidates import Selection, make_selection
 from holdfast.save.handle import Origin
 from holdfast.save.run_writer import RunWriter
@@ -140,7 +141,7 @@ def import_checkpoint(
             `state/params`, makes that part a separate object; `.` makes one object of everything.
         strip_prefix: A prefix to remove from the names of a model's arrays, such as `model.`.
         skip_unknown: True to skip values of unknown classes instead of raising an error.
-        watcher: Receives the progress.
+        watcher: Receives the progress; None for a bar on a terminal, if it takes longer than a moment.
 
     Raises:
         UsageError: If an argument is wrong, the source cannot be imported, or the run already has checkpoints.
@@ -197,7 +198,8 @@ def import_checkpoint(
         ties = [] if opened.format in ("torch", "lightning", "orbax") else encoder.tied_candidates
         kept = {"objects": list(nodes), "format": opened.format, "progress": _as_json(found.progress)}
         metadata = {IMPORTED_FROM: escape(Path(source).name), IMPORTED: kept}
-        committed_name = _commit(storage, step, nodes, arrays, ties, metadata, watcher)
+        with LongRead("importing", lambda: size_bytes) as shown:
+            committed_name = _commit(storage, step, nodes, arrays, ties, metadata, watcher or shown)
         return Import(
             step=step,
             name=committed_name,

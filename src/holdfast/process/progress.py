@@ -133,6 +133,10 @@ class LongRead:
             inform(f"{self._label}: {of_total} read")
         self._next_at = time.monotonic() + (_BAR_SECONDS if is_terminal else _LINE_SECONDS)
 
+    def expect(self, total_bytes: int) -> None:
+        """Sets the bytes to do, for work that knows them only when it has begun."""
+        self._measure = lambda: total_bytes
+
     def __enter__(self) -> Self:
         return self
 

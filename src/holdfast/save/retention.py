@@ -153,6 +153,9 @@ class Retention:
         plan_with = partial(
             plan_retention, self._keep, candidates, now_seconds=time.time(), referrers=referrers, replaced=replaced
         )
+        if self._holds.held:
+            with suppress(HoldfastError):  # They stay as they were.
+                self._holds.look(time.monotonic())
         plan = plan_with(protected={**needed, **self._holds.held, **protected})
         newest_bytes = max(worker.data_bytes for worker in manifest.workers) if manifest else 0
         if manifest is not None:
@@ -244,7 +247,7 @@ class Retention:
         for name in set(going).difference(heeded.remove):
             with suppress(HoldfastError):
                 self._run.step(name).renew_copy()
-        # One whose lease has ended just now was not announced to readers: it goes after the next commit.
+        # One whose lease has ended in this moment was not announced to readers: it goes after the next commit.
         return RetentionPlan(heeded.keep, tuple(name for name in heeded.remove if name in going))
 
     def remove_spared(self) -> tuple[StepName, bool] | None:
