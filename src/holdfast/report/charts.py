@@ -30,7 +30,7 @@ class Span(NamedTuple):
     text: str
 
 
-class Moment(NamedTuple):
+class Instant(NamedTuple):
     """A moment of a timeline."""
 
     kind: str
@@ -45,7 +45,7 @@ def thin(items: Sequence[Item], most: int = _MOST_MARKS) -> list[Item]:
     return [items[round(place * (len(items) - 1) / (most - 1))] for place in range(most)]
 
 
-def draw_timeline(rows: Sequence[tuple[str, Sequence[Span], Sequence[Moment]]], begin: float, end: float) -> str:
+def draw_timeline(rows: Sequence[tuple[str, Sequence[Span], Sequence[Instant]]], begin: float, end: float) -> str:
     """**Pure.** Draws a row for each start of a run, over the time from `begin` to `end`.
 
     Args:

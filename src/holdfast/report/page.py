@@ -13,7 +13,7 @@ from typing import Final
 from holdfast.catalog.ledger import StartTimes
 from holdfast.catalog.survey import Found, State
 from holdfast.events.kinds import Committed, Event, Failed, Leaving, NoticeHeard, size_text, time_text
-from holdfast.report.charts import Moment, Span, draw_points, draw_shares, draw_timeline, thin
+from holdfast.report.charts import Instant, Span, draw_points, draw_shares, draw_timeline, thin
 from holdfast.report.facts import RunFacts
 
 _MOST_ROWS: Final = 40
@@ -160,13 +160,13 @@ def _render_timeline(facts: RunFacts) -> str:
     return f'<h2>Starts</h2><p class="faint">{words}{earlier}</p>{chart}{_list_starts(starts, first)}'
 
 
-def _find_marks(facts: RunFacts, begin: float, end: float) -> list[Moment]:
+def _find_marks(facts: RunFacts, begin: float, end: float) -> list[Instant]:
     saves = [one for one in facts.saves if begin <= one.at_unix_seconds < end]
-    marks = [Moment("commit", one.at_unix_seconds, f"step {one.step} committed") for one in thin(saves, 60)]
+    marks = [Instant("commit", one.at_unix_seconds, f"step {one.step} committed") for one in thin(saves, 60)]
     for event in facts.news:
         if begin <= event.at_unix_seconds < end and isinstance(event, Failed | NoticeHeard | Leaving):
             kind = "failure" if isinstance(event, Failed) else "notice"
-            marks.append(Moment(kind, event.at_unix_seconds, str(event)))
+            marks.append(Instant(kind, event.at_unix_seconds, str(event)))
     return marks
 
 
