@@ -163,9 +163,11 @@ def test_the_newest_step_is_given_once_over_all_starts(tmp_path: Path) -> None:
     assert read(run, "other") == [(1, 20, ())]
     save(run, 30, keep=hf.All())
     assert read(run) == [(2, 30, ())]
+    assert [one[:2] for one in read(run, "each", every=True)] == [(1, 10), (1, 20), (2, 30)]
     # Going back gives no older step again, and a step that is saved anew counts as another one.
     save(run, 20, keep=hf.All(), begin_anew=True)
     assert read(run) == [(3, 20, ())]
+    assert read(run, "each", every=True) == [(3, 20, ())]
     assert {hold.reader for hold in read_holds(LocalStorage(run))} == set()
 
 
