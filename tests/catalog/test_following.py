@@ -188,7 +188,8 @@ def test_each_step_is_given_in_order_and_the_missed_ones_are_named(tmp_path: Pat
     save(run, 9, keep=1)
     (again,) = read(run, "slow", every=True)
     assert again[:2] == (3, 9)
-    assert again[2][0] == last
+    # What came before it may not have been named before the end.
+    assert again[2] == tuple(range(4, last + 1))
 
 
 def test_a_step_that_is_read_stays(tmp_path: Path) -> None:
