@@ -172,7 +172,7 @@ class CheckpointManager:
                 timeout_seconds=find_wait_seconds(timeout_seconds, worker),
                 mark_raised=self._failures.mark_raised,
                 barrier=self._engine.barrier,
-                wait_tier=None if copier is None else copier.wait,
+                copier=copier,
             )
             # If this is dropped without `close`, its threads go on to know the lock.
             weakref.finalize(self, recycler.lock.release).atexit = False

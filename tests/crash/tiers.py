@@ -24,6 +24,7 @@ from pathlib import Path
 
 import msgspec
 
+from crash.bucket import in_child
 from crash.command import WrongStateError, check_whole, run_command, show_progress
 from crash.forked import ForkedJob
 from crash.joint import Join, open_file_store
@@ -32,7 +33,7 @@ from holdfast.catalog import StoredRun
 from holdfast.errors import HoldfastError
 from holdfast.format.names import StepName
 from holdfast.format.records import Manifest, choose_living
-from holdfast.storage import LocalStorage, Storage, open_storage
+from holdfast.storage import Storage, open_storage
 from holdfast.storage.tiers import Tiers
 
 _ROUNDS_OF_STORE = 5
@@ -132,6 +133,22 @@ def restore_and_save(machines: Machines, join: Join, world_size: int, rank: int,
     return 0
 
 
+def look(near: list[str], far: str) -> tuple[int, bool]:
+    """Returns the newest step that is whole anywhere, 0 for none, and whether it is committed in the farthest tier."""
+    newest = find_newest_whole([*map(open_storage, near), open_storage(far)])
+    committed = StoredRun(open_storage(far)).look(closely=True).committed
+    return (0, True) if newest is None else (newest.step, newest in committed)
+
+
+def check_far(location: str, step: int) -> None:
+    """Makes sure that a step is the newest in the farthest tier, and that all that is there is whole."""
+    far = open_storage(location)
+    catalog = StoredRun(far).look(closely=True)
+    if catalog.newest is None or catalog.newest.step != step:
+        raise WrongStateError(f"step {step} was promised in the farthest tier, the newest is {catalog.newest}")
+    check_whole(far, catalog)
+
+
 def find_newest_whole(places: list[Storage]) -> StepName | None:
     """Returns the newest step of the current lineage that is whole in some places together; found in another way.
 
@@ -178,15 +195,15 @@ def play_round(machines: Machines, join: Join, newest: int, dice: random.Random,
     try:
         job.wait_told("restored")
         job.look(dice.random() * span)
+        _check_told(job, "failed", "wrong")
         victims = set(range(world_size)) if dice.random() < 0.5 else {dice.randrange(world_size)}
-        for rank in victims:
+        for rank in victims - job.codes.keys():
             job.send(rank, signal.SIGKILL)
         job.look(dice.random() * 0.1)
         for rank in set(range(world_size)) - job.codes.keys():
             job.send(rank, signal.SIGKILL)
         job.wait(set(range(world_size)), PATIENCE_SECONDS, "killed")
-        if wrong := [told for lines in job.told for told in lines if told[0] == "wrong"]:
-            raise WrongStateError(f"a worker failed: {wrong}")
+        _check_told(job, "wrong")
     finally:
         job.close()
     promised = max([newest, *job.numbers("promise")])
@@ -200,15 +217,20 @@ def play_round(machines: Machines, join: Join, newest: int, dice: random.Random,
     tally.deleted += len(lost)
     tally.kept += not lost
     reachable = [place for place in machines.list_near(next_size) if place.exists()]
-    far = open_storage(machines.far)
-    expected = find_newest_whole([*map(LocalStorage, reachable), far])
-    tally.assembled += expected is not None and expected not in StoredRun(far).look().committed
-    step = _check_next_job(machines, join, next_size, 0 if expected is None else expected.step)
+    # This process never uses a bucket itself, for it forks.
+    expected, is_far = in_child(look, [*map(str, reachable)], machines.far)
+    tally.assembled += not is_far
+    step = _check_next_job(machines, join, next_size, expected)
     if not lost and set(near) <= set(reachable) and step < promised:
         raise WrongStateError(f"step {promised} was promised and nothing was lost, but step {step} came back")
     tally.fallen_back += step < promised
     tally.rounds += 1
     return step + 1
+
+
+def _check_told(job: ForkedJob, *words: str) -> None:
+    if wrong := [told for lines in job.told for told in lines if told[0] in words]:
+        raise WrongStateError(f"a worker failed: {wrong}")
 
 
 def _check_next_job(machines: Machines, join: Join, world_size: int, expected: int) -> int:
@@ -223,11 +245,7 @@ def _check_next_job(machines: Machines, join: Join, world_size: int, expected: i
     step = steps.pop()
     if step != expected:
         raise WrongStateError(f"step {step} came back, though step {expected} is whole")
-    far = open_storage(machines.far)
-    catalog = StoredRun(far).look(closely=True)
-    if catalog.newest is None or catalog.newest.step != step + 1:
-        raise WrongStateError(f"step {step + 1} was promised in the farthest tier, the newest is {catalog.newest}")
-    check_whole(far, catalog)
+    in_child(check_far, machines.far, step + 1)
     return step + 1
 
 

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from holdfast.errors import FormatError, UsageError
 from holdfast.events import (
     AnyEvent,
+    Clocked,
     Committed,
     Diverged,
     Event,
@@ -31,6 +32,7 @@ from holdfast.events import (
     NotFinite,
     NoticeHeard,
     PassedOver,
+    PrometheusSink,
     Resized,
     Restored,
     Retained,
@@ -83,6 +85,18 @@ ONE_OF_EACH: list[Event] = [
     NotFinite(step=500, generation=3, leaves=12, names=("model/head.weight", "model/head.bias")),
     NoticeHeard(source="signal", text="SIGTERM was sent to process 7", demand="leave", left_seconds=30.0),
     Leaving(step=650, exit_code=42, reason="no time is left"),
+    Clocked(
+        at_unix_seconds=1.8e9,
+        begun_at_unix_seconds=1.8e9 - 100,
+        setup_seconds=3.0,
+        restore_seconds=1.0,
+        train_seconds=90.0,
+        data_seconds=4.0,
+        save_seconds=2.0,
+        leave_seconds=0.0,
+        first_step=400,
+        step=650,
+    ),
 ]
 
 
@@ -127,8 +141,8 @@ def test_the_lines_for_people() -> None:
     other = PassedOver(step=5, generation=1, file="step-5/data", error="step-5/data-10 is missing")
     assert str(other) == "step 5 skipped because it is damaged: step-5/data: step-5/data-10 is missing"
     assert lines[8] == "rank 1: write of step 600 in runs/gpt failed: no space left"
-    assert lines[-2] == "SIGTERM was sent to process 7, 30 s left; the step in progress is finished and saved first"
-    assert lines[-1] == "leaving with exit code 42, step 650 is saved (no time is left)"
+    assert lines[-3] == "SIGTERM was sent to process 7, 30 s left; the step in progress is finished and saved first"
+    assert lines[-2] == "leaving with exit code 42, step 650 is saved (no time is left)"
     failed = Leaving(step=600, exit_code=74, reason="no time is left", error="no space")
     none = Leaving(step=None, exit_code=42, reason="it was asked to", saved="nothing is saved yet")
     assert str(none) == "leaving with exit code 42, nothing is saved yet (it was asked to)"
@@ -308,3 +322,20 @@ class TestTotals:
 
         in_threads(add, 4)
         assert totals.sums.saves_skipped == 2000
+
+
+def test_figures_for_prometheus_are_whole_after_each_event(tmp_path: Path) -> None:
+    path = tmp_path / "holdfast.prom"
+    sink = PrometheusSink(path, labels={"run": 'a "b"\n'})
+    texts = []
+    for event in ONE_OF_EACH:
+        sink(event)
+        texts.append(path.read_text() if path.exists() else "")
+    line = re.compile(
+        r'(# TYPE holdfast_\w+ (counter|gauge)|holdfast_\w+\{run="a \\"b\\"\\n"(,phase="\w+")?\} [-\d.e+]+)'
+    )
+    assert all(line.fullmatch(one) for text in texts for one in text.splitlines())
+    assert 'holdfast_saves_total{run="a \\"b\\"\\n"} 1' in texts[-1]
+    assert 'holdfast_committed_step{run="a \\"b\\"\\n"} 500' in texts[-1]
+    assert 'holdfast_start_seconds_total{run="a \\"b\\"\\n",phase="train"} 90.0' in texts[-1]
+    assert [one.name for one in tmp_path.iterdir()] == ["holdfast.prom"]

@@ -99,15 +99,15 @@ BUDGETS = {
     # A table of rules and four moments.
     "advice": 1507,
     # A stored run: listing, history, fence, commit, survey, deletion, removal.
-    "catalog": 2951,
+    "catalog": 3170,
     # Ten verbs, each with one report for a page, a pipe and JSON.
-    "cli": 4741,
+    "cli": 4862,
     # Joining, the store, failures of workers, a barrier.
     "cluster": 2340,
     # Files of torch, safetensors, DCP, Orbax, Lightning and the Trainer, read without trust.
     "convert": 4329,
     # Each event with its text, and what takes events.
-    "events": 1043,
+    "events": 1175,
     # Names, records, indexes, digests, and values as nodes, with the one walk over them.
     "format": 3562,
     # The package.
@@ -123,29 +123,29 @@ BUDGETS = {
     # Modules, optimizers, tensors, meshes, loaders, and the position in a loader that is only followed.
     "integrations/torch": 4235,
     # Jobs of several tasks, and those of torchrun.
-    "jobs": 3286,
+    "jobs": 3288,
     # Saving and retention, as pure functions.
     "policies": 926,
     # Notices, the agreement of workers, the last save.
-    "preemption": 5242,
+    "preemption": 5253,
     # Threads, terminal, interrupts, end of the process.
     "process": 1067,
     # Candidates, one plan of pieces, resharding, verification, copies in another place.
-    "restore": 3007,
+    "restore": 3020,
     # Request, attempt, image, files, and the conversation of several workers.
-    "save": 6305,
+    "save": 6289,
     # A tree of objects taken apart, captured, and matched.
     "state": 7421,
     # What runs beside a trainer: supervisor, spare and clients, the page that it writes for them, and the watchdog.
-    "supervise": 2538,
+    "supervise": 2548,
     # The protocol, memory, and local directories that survive a crash.
-    "storage": 3799,
+    "storage": 3781,
     # The copies of each step in farther tiers, and the start of workers whose first tiers differ.
-    "tiering": 697,
+    "tiering": 737,
     # Contracts for storages and clusters of others.
     "testing": 1169,
     # The run, its loop, the handler, the state of workers.
-    "training": 3079,
+    "training": 3190,
     # The ring of repeated steps.
     "witness": 652,
 }
@@ -162,7 +162,7 @@ directories. process: one owner of interrupts. save: the lineage and
 the guard of calls, which were the manager's and the options'.
 """
 
-MAX_MODULES = 310
+MAX_MODULES = 314
 
 MAX_ATTRIBUTES = 15
 """Attributes that an object of a class has of its own."""

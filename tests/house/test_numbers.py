@@ -288,6 +288,7 @@ if importlib.util.find_spec("torch") is None:  # pragma: no cover
     TABLE = {name: entry for name, entry in TABLE.items() if not any(part in name for part in NEEDS_TORCH)}
 
 NOT_GIVEN_BY_USERS = {
+    "SaveHandle.reach",
     # As a storage: called by it.
     *(f"Tiers.{method}" for method in ("avoid", "create", "discard", "find", "is_up", "note_down", "note_up", "read")),
     *("CheckpointManager.follow_epochs", "CheckpointManager.follow_nonfinite", "ResumableSampler.skip"),

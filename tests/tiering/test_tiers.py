@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 
 import holdfast as hf
-from command_line import flip_bit
+from command_line import call, call_json, flip_bit
 from holdfast.catalog import StoredRun
 from holdfast.errors import (
     DeadlineError,
@@ -25,7 +26,8 @@ from holdfast.errors import (
     StorageFullError,
     UsageError,
 )
-from holdfast.events import Committed, Copied, Event, PassedOver, Warned
+from holdfast.events import Committed, Copied, Event, PassedOver, Restored, Warned
+from holdfast.format.names import StepName
 from holdfast.storage import LocalStorage
 from holdfast.storage.protocol import Storage
 from patience import PATIENCE_SECONDS
@@ -459,6 +461,82 @@ def test_a_wait_for_a_wrong_tier(near: Path, far: Path, tmp_path: Path, start: C
     with hf.CheckpointManager(tmp_path / "plain", hf.Checkpoint(w=np.zeros(3))) as manager:
         with pytest.raises(UsageError, match="the run has no tiers"):
             manager.save(1).wait_committed(tier=1)
+
+
+# Leaving.
+
+
+PROGRAM = """
+import os, signal, sys
+import numpy as np
+import holdfast as hf
+
+far = hf.Tier(sys.argv[2], most_bytes_per_second=int(sys.argv[3]))
+state = {"w": np.zeros(1000)}
+with hf.resumable(hf.Tiers(sys.argv[1], far), state=state, save_every=1000, grace=float(sys.argv[4])) as run:
+    for step in run.steps(100):
+        state["w"][:] = step
+        if step == 20:
+            os.kill(os.getpid(), signal.SIGTERM)
+"""
+
+
+@pytest.mark.parametrize("is_quick", [True, False])
+def test_a_notice_waits_for_the_farthest_tier_in_time(near: Path, far: Path, is_quick: bool) -> None:
+    arguments = (near, far, 10**9, 60) if is_quick else (near, far, 10, 2)
+    command = [sys.executable, "-c", PROGRAM, *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=False)
+    assert done.returncode == 42, done.stderr
+    where = f"in {near} and {far}" if is_quick else f"in {near}, not in {far} yet"
+    found = re.search(rf"step (\d+) is saved \({re.escape(where)}\); leaving with exit code 42", done.stderr)
+    assert found, done.stderr
+    assert steps_in(near)[-1:] == [int(found[1])]
+    assert steps_in(far)[-1:] == ([int(found[1])] if is_quick else [])
+
+
+def test_a_restore_says_where_it_came_from(near: Path, far: Path, start: Callable[..., Job]) -> None:
+    first = start(near, far)
+    first.save_all(1)
+    first.manager.close()
+    second = start(near, far)
+    second.restore()
+    assert any(f"step 1 restored from {near}: " in text for text in second.texts(Restored))
+    second.manager.close()
+    shutil.rmtree(near)
+    third = start(near, far)
+    third.restore()
+    assert any(f"step 1 restored from {far}: " in text for text in third.texts(Restored))
+
+
+def test_late_metrics_come_to_all_tiers(near: Path, far: Path, start: Callable[..., Job]) -> None:
+    job = start(near, far)
+    job.save_all(1)
+    job.manager.add_metrics(1, {"val_loss": 0.5})
+    wait_until(lambda: StoredRun(LocalStorage(far)).step(StepName(1, 1)).manifest().metrics == {"val_loss": 0.5})
+
+
+def test_a_tree_in_tiers(near: Path, far: Path) -> None:
+    hf.save(hf.Tiers(near, far), {"w": np.arange(5)})
+    shutil.rmtree(near)
+    assert hf.load(hf.Tiers(near, far))["w"].tolist() == [0, 1, 2, 3, 4]
+    assert hf.load(far)["w"].tolist() == [0, 1, 2, 3, 4]
+
+
+def test_an_epoch_job_has_no_tiers(near: Path, far: Path) -> None:
+    with pytest.raises(UsageError, match="has no tiers"):
+        hf.MultiNodeCheckpointManager(hf.Tiers(near, far))
+
+
+def test_a_list_says_where_each_step_is(near: Path, far: Path, start: Callable[..., Job]) -> None:
+    job = start(hf.Tier(near, keep=1), far)
+    job.save_all(1, 2, 3)
+    job.manager.close()
+    listed = call_json("list", near, "--tier", far)["steps"]
+    assert [step["step"] for step in listed] == [1, 2, 3]
+    assert listed[0]["tiers"] == [str(far)]
+    assert listed[2]["tiers"] == [str(near), str(far)]
+    assert call_json("show", f"{near}@1", "--tier", far)["step"] == 1
+    assert call("list", near, far, "--tier", far).exit_code == 2
 
 
 # Kills.

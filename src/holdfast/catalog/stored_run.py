@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from operator import attrgetter
 from typing import Final, Literal
@@ -24,7 +24,7 @@ from holdfast.errors import (
     NoWholeCheckpointError,
     StorageError,
 )
-from holdfast.events.kinds import Committed, Retained
+from holdfast.events.kinds import AnyEvent, Committed, Retained
 from holdfast.events.sinks import JOURNAL_NAMES, decode_event
 from holdfast.format.digests import seal
 from holdfast.format.names import (
@@ -436,7 +436,7 @@ class StoredRun:
         newer = [name for name in line if name.step > newest_step and name in catalog.unfinished]
         if newer:
             known = {base.name for base in catalog.bases.values()}
-            journal = self._read_journal()
+            journal = self._find_journaled()
             lost.update(
                 name
                 for name in newer
@@ -457,7 +457,7 @@ class StoredRun:
         """
         there = {(name.step, name.generation) for name in (*catalog.committed, *catalog.lost)}
         unfinished = [name for name in catalog.unfinished if (name.step, name.generation) not in there]
-        journal = self._read_journal() if unfinished else ()
+        journal = self._find_journaled() if unfinished else ()
         return tuple(
             name
             for name in sorted(unfinished)
@@ -476,24 +476,31 @@ class StoredRun:
         if lost:
             raise make_lost_error(lost, self.url)
 
-    def _read_journal(self) -> set[tuple[int, int]]:
-        """Returns the steps and generations in the run's journal, without those that were removed later.
+    def read_journal(self, *kinds: type[AnyEvent]) -> Iterator[AnyEvent]:
+        """**Blocks.** Yields the events of these kinds in the run's journal, oldest first; of all kinds without any.
 
         Unreadable parts of it are ignored.
         """
-        found: set[tuple[int, int]] = set()
+        marks = [f'"{kind.__struct_config__.tag}"'.encode() for kind in kinds]
         starts = (f"{EVENTS_DIRECTORY}/{entry.name}" for entry in self.storage.list(EVENTS_DIRECTORY))
         for name in (*JOURNAL_NAMES, *sorted(starts, key=lambda path: (len(path), path))):
             with suppress(NotFoundError, DamageError):
                 for line in self.storage.read(name, _MOST_JOURNAL_BYTES).splitlines():
-                    if b'"committed"' not in line and b'"retained"' not in line:
+                    if marks and not any(mark in line for mark in marks):
                         continue  # To decode them all would take long.
                     with suppress(FormatError):
                         event = decode_event(line)
-                        if isinstance(event, Committed):
-                            found.add((event.step, event.generation))
-                        elif isinstance(event, Retained):
-                            found = {one for one in found if one[0] not in event.removed}
+                        if not kinds or isinstance(event, kinds):
+                            yield event
+
+    def _find_journaled(self) -> set[tuple[int, int]]:
+        """Returns the steps and generations in the run's journal, without those that were removed later."""
+        found: set[tuple[int, int]] = set()
+        for event in self.read_journal(Committed, Retained):
+            if isinstance(event, Committed):
+                found.add((event.step, event.generation))
+            elif isinstance(event, Retained):
+                found = {one for one in found if one[0] not in event.removed}
         return found
 
     def _list_deep(self) -> tuple[list[Entry], dict[str, set[str]]]:

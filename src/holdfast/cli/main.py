@@ -26,6 +26,7 @@ VERBS: Final = {
     "init": "Write a script that trains and resumes, to begin with.",
     "list": "List the checkpoints of a run, or the runs in a directory.",
     "show": "Show what one checkpoint holds.",
+    "stats": "Show where the time of a run went.",
     "diff": "Show what changed from one checkpoint to another.",
     "verify": "Read every byte of a checkpoint and check it.",
     "prune": "Remove checkpoints that you no longer want, and remains of unfinished saves.",
@@ -56,7 +57,14 @@ _INSTEAD: Final = {
 
 _RESUMING: Final = frozenset({"resume", "restart", "continue", "train", "start"})
 
-_MODULES: Final = {"export": "conversion", "import": "conversion", "worker": "run", "pin": "follow", "unpin": "follow"}
+_MODULES: Final = {
+    "export": "conversion",
+    "import": "conversion",
+    "worker": "run",
+    "pin": "follow",
+    "unpin": "follow",
+    "completion": "init",
+}
 """Modules of verbs that are not named for one verb."""
 
 _VERB: Final = "holdfast.verb"

@@ -6,6 +6,7 @@ An event is a frozen record; `str(event)` is a readable line. A sink is any func
 
 from holdfast.events.kinds import (
     AnyEvent,
+    Clocked,
     Committed,
     Copied,
     Diverged,
@@ -29,6 +30,7 @@ from holdfast.events.kinds import (
     WitnessDiffers,
     Written,
 )
+from holdfast.events.prometheus import PrometheusSink
 from holdfast.events.sinks import (
     Fanout,
     JsonLinesSink,
@@ -43,6 +45,7 @@ from holdfast.events.sinks import (
 
 __all__ = [
     "AnyEvent",
+    "Clocked",
     "Committed",
     "Copied",
     "Diverged",
@@ -59,6 +62,7 @@ __all__ = [
     "NotFinite",
     "NoticeHeard",
     "PassedOver",
+    "PrometheusSink",
     "Resized",
     "Restored",
     "Retained",

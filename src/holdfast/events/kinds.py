@@ -179,15 +179,18 @@ class Restored(Event, frozen=True):
         generation: The generation that saved it.
         blocked_seconds: How long it took.
         size_bytes: The size of what was read and checked.
+        tiers: The URLs of the tiers that this worker has read data from; empty if the run has none.
     """
 
     step: int
     generation: int
     blocked_seconds: float
     size_bytes: int
+    tiers: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        return f"step {self.step} restored: {size_text(self.size_bytes)} in {time_text(self.blocked_seconds)}"
+        source = f" from {' and '.join(self.tiers)}" if self.tiers else ""
+        return f"step {self.step} restored{source}: {size_text(self.size_bytes)} in {time_text(self.blocked_seconds)}"
 
 
 class Resized(Event, frozen=True):
@@ -533,6 +536,40 @@ class Leaving(Event, frozen=True):
         return f"leaving with exit code {self.exit_code}, {self.saved or f'step {self.step} is saved'} ({self.reason})"
 
 
+class Clocked(Event, frozen=True):
+    """The time that a start of the run has spent so far, by phases: recorded after each commit, and at its end.
+
+    Attributes:
+        begun_at_unix_seconds: When the process began. The sums are those of worker 0 since then.
+        setup_seconds: All before the restore, such as imports.
+        restore_seconds: The restore.
+        train_seconds: Steps, and the program's own code, such as evaluations.
+        data_seconds: Waits for data, as far as holdfast sees them.
+        save_seconds: The time for which saves stopped training.
+        leave_seconds: The end, with the last save.
+        first_step: How many steps were complete when it began.
+        step: How many are complete now.
+        repeated_steps: How many of those that it has done an earlier start had done, too.
+        is_last: True if the run was left, and is not to be expected to go on.
+    """
+
+    begun_at_unix_seconds: float
+    setup_seconds: float
+    restore_seconds: float
+    train_seconds: float
+    data_seconds: float
+    save_seconds: float
+    leave_seconds: float
+    first_step: int
+    step: int
+    repeated_steps: int = 0
+    is_last: bool = False
+
+    def __str__(self) -> str:
+        whole, train = self.at_unix_seconds - self.begun_at_unix_seconds, self.train_seconds
+        return f"step {self.step}: {time_text(train)} of training in the {time_text(whole)} since the start"
+
+
 AnyEvent: TypeAlias = (
     GenerationOpened
     | Staged
@@ -554,6 +591,7 @@ AnyEvent: TypeAlias = (
     | NoticeHeard
     | NotFinite
     | Leaving
+    | Clocked
 )
 """Every kind of event; the field `kind` tells them apart in JSON."""
 

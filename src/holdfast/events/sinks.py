@@ -19,6 +19,7 @@ from msgspec.structs import replace
 from holdfast.errors import FormatError
 from holdfast.events.kinds import (
     AnyEvent,
+    Clocked,
     Committed,
     Diverged,
     Event,
@@ -74,6 +75,7 @@ _LEVELS: dict[type[Event], int] = {  # Of all others: INFO.
     WitnessAgreed: logging.DEBUG,  # A line of the run says it.
     WitnessDiffers: logging.WARNING,
     NoticeHeard: logging.WARNING,
+    Clocked: logging.DEBUG,
     NotFinite: logging.WARNING,
     Leaving: logging.DEBUG,  # The last line on standard error says it.
 }

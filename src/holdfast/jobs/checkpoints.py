@@ -224,6 +224,8 @@ class MultiNodeCheckpointManager:
             )
         self.background = background
         self.storage = open_storage(directory)
+        if self.storage.traits.has_tiers:
+            raise UsageError("an epoch job has no tiers", hint="Pass one directory, or the URL of a bucket.")
         self.url = self.storage.url
         self.timeout_seconds = timeout_seconds
         self.metadata_handler: MetadataHandler = metadata_handler or ManifestMetadataHandler(self.storage)

@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from holdfast.save.lineage import Lineage
 
 _LOOK_SECONDS: Final = 0.25
+_UNKNOWN_SECONDS: Final = 10.0
+"""So long the last save is copied to farther tiers where the grace period is not known: 30 s are usual."""
 
 
 class Saves(Protocol):
@@ -391,6 +393,10 @@ class FinalSave:
         left_seconds = self._inbox.demand().left_seconds
         gone_at = None if left_seconds is None else time.monotonic() + left_seconds
         code = EXIT_INTERRUPTED if by_hand else self._config.exit_code
+        if not error:
+            limit_seconds = _UNKNOWN_SECONDS if left_seconds is None else left_seconds - LEAST_SECONDS
+            # A person at a terminal does not wait: the next start copies it.
+            self._reach(step, 0.0 if by_hand else max(limit_seconds, 0.0))
         if error:
             code = EXIT_SAVE_FAILED
         exit_fn = None if error else self._config.exit_fn
@@ -417,6 +423,10 @@ class FinalSave:
         except SystemExit:
             self._inbox.take_no_more()
             raise
+
+    def _reach(self, step: int | None, limit_seconds: float) -> str:
+        """**Blocks.** Waits until the saved step is in the farthest tier that it comes to in time; see `SaveHandle`."""
+        return "".join(saved.reach(limit_seconds) for saved in self._find_saves(step, None)[-1:])
 
     def _exit(self, code: int, gone_at: float | None) -> NoReturn:
         """Ends the program, with a deadline of `gone_at` for the interpreter's shutdown.
@@ -480,7 +490,8 @@ class FinalSave:
         return f"{self.name(step or 0)} could NOT be saved: {error}; {found}"
 
     def _describe_saved(self, step: int | None) -> str:
-        return f"{self.name(step)} is saved" if step else self.nothing
+        where = f" ({reached})" if (reached := self._reach(step, 0.0)) else ""
+        return f"{self.name(step)} is saved{where}" if step else self.nothing
 
     def _newest(self) -> int | None:
         try:

@@ -131,7 +131,15 @@ def restore_objects(
     if trial.passing is not None:
         for text in trial.passing.problems:
             emit(Warned(step=name.step, text=text))
-    emit(Restored(step=name.step, generation=name.generation, blocked_seconds=seconds, size_bytes=trial.size_bytes))
+    emit(
+        Restored(
+            step=name.step,
+            generation=name.generation,
+            blocked_seconds=seconds,
+            size_bytes=trial.size_bytes,
+            tiers=_list_sources(storage),
+        )
+    )
     return Restoration(
         step=name.step,
         name=name,
@@ -294,6 +302,11 @@ def _restore_first_whole(request: _Request, candidates: _Candidates, agreement: 
             raise
         touched = trial.touched
     raise _no_whole(request.storage, candidates.step, tuple(candidates.damages.values()), touched)
+
+
+def _list_sources(storage: Any) -> tuple[str, ...]:
+    """Returns the tiers from which data were read since the last call."""
+    return storage.take_sources() if storage.traits.has_tiers else ()
 
 
 def _try_elsewhere(storage: Any, damage: DamageError, agreement: Agreement) -> bool:

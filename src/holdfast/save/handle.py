@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import msgspec
 
+from holdfast.catalog.step_copier import StepCopier
 from holdfast.errors import (
     ChangedError,
     DeadlineError,
@@ -212,9 +213,9 @@ class SaveHandle:
         timeout_seconds: float,
         mark_raised: Callable[[HoldfastError], None],
         barrier: OptimizerStepBarrier | None = None,
-        wait_tier: Callable[[StepName, int | str, float], str] | None = None,
+        copier: StepCopier | None = None,
     ) -> None:
-        self.request, self._wait_tier = request, wait_tier
+        self.request, self._copier = request, copier
         self.step, self.replaces = request.step, request.replaces
         self._process = os.getpid()
         self.url = url
@@ -325,10 +326,19 @@ class SaveHandle:
         self._raise_if_failed()
         if tier is None or self.request.name is None:
             return self.path
-        if self._wait_tier is None:
+        if self._copier is None:
             raise UsageError(f"the run has no tiers, got tier={tier!r}", hint="Pass Tiers(...) as its directory.")
         limit_seconds = self._timeout_seconds if timeout_seconds is None else timeout_seconds
-        return self._wait_tier(self.request.name, tier, max(limit_seconds - (time.monotonic() - begun_at), 0.0))
+        return self._copier.wait(self.request.name, tier, max(limit_seconds - (time.monotonic() - begun_at), 0.0))
+
+    def reach(self, timeout_seconds: float) -> str:
+        """**Blocks.** Waits until the committed checkpoint is in the farthest tier that it comes to in time.
+
+        Returns how far it has come, in words; empty if the run has no tiers.
+        """
+        if self._copier is None or self.request.name is None or not self.committed:
+            return ""
+        return self._copier.reach(self.request.name, timeout_seconds)
 
     @short_traceback
     def wait_ended(self, timeout_seconds: float | None = None, *, at_exit: bool = False) -> None:

@@ -10,6 +10,7 @@ import msgspec
 
 from holdfast.catalog import Catalog, StoredRun
 from holdfast.catalog.publish import Receipts, commit
+from holdfast.catalog.step_copier import StepCopier
 from holdfast.errors import HoldfastError, NotFoundError, StorageError, StorageFullError
 from holdfast.events import Event, GenerationOpened, Warned
 from holdfast.format.digests import seal
@@ -32,7 +33,7 @@ from holdfast.format.records import (
     Nonfinite,
     make_base,
 )
-from holdfast.policies import KeptCandidate, RetentionPolicy, find_modes
+from holdfast.policies import RetentionPolicy, find_modes
 from holdfast.process.terminal import inform
 from holdfast.process.worker_pool import WorkerPool
 from holdfast.save.handle import Origin, SaveRequest
@@ -48,47 +49,6 @@ if TYPE_CHECKING:
 
 
 _FINITE: Final = Nonfinite()
-
-
-class StepCopier(Protocol):
-    """Brings each committed step to the farther tiers of a run.
-
-    Attributes:
-        keep: What is kept in the nearest tier.
-    """
-
-    keep: RetentionPolicy
-
-    def align(self) -> None:
-        """**Blocks.** Makes all tiers know the same generations; see `Tiers.align`."""
-
-    def find_least(self) -> int:
-        """**Blocks.** Returns the least number of the next generation; see `Tiers.find_least`."""
-
-    def check(self) -> None:
-        """Raises `FencedError` if another job was found to have gone on in a farther tier."""
-
-    def note_committed(self) -> None:
-        """Called when a step is committed in the nearest tier."""
-
-    def find_needed(self, candidates: Sequence[KeptCandidate[StepName]]) -> Mapping[StepName, str]:
-        """Returns the steps that may not be removed from the nearest tier yet, each with the reason."""
-
-    def keep_manifest(self, name: StepName, text: str) -> Manifest | None:
-        """**Blocks.** Puts the manifest of a committed step into a tier of this worker's own, and returns it there if
-        this worker cleans up there; None if not, or if it shares the leader's."""
-
-    def give_up(self, name: StepName) -> None:
-        """Called when the nearest tier had no room for a step that was not copied yet."""
-
-    def wait(self, name: StepName, tier: int | str, timeout_seconds: float) -> str:
-        """**Blocks.** Waits until a committed step is in a tier as well; returns its directory there."""
-
-    def close(self, timeout_seconds: float) -> None:
-        """**Blocks.** Waits until all is copied, and ends the threads."""
-
-    def abandon(self) -> None:
-        """Ends the threads, and waits for nothing."""
 
 
 class CheckpointWriter(Protocol):
@@ -337,10 +297,7 @@ class RunWriter(CheckpointWriter):
             before = self._keep_lost()
             if origin.base not in before.committed:
                 whole.check_base(origin.base)
-            least = 0 if self.copier is None else self.copier.find_least()
-            generation = whole.open_generation(
-                self._token, seen_generation=origin.seen_generation, best=self._best, least=least
-            )
+            generation = self._open_generation(origin.seen_generation)
             # Those that are fenced now remove no step that they have not removed yet.
             whole.check_base(origin.base)
             self._retention.begin(generation)
@@ -355,6 +312,19 @@ class RunWriter(CheckpointWriter):
         if base is not None and (before.unfinished or before.trash):
             self._retention.make_room(self.generation, {*busy, *self._undecided})
         return self._name_attempt(step, self.generation), base
+
+    def _open_generation(self, seen: int) -> int:
+        if self.copier is None:
+            return self._run.open_generation(self._token, seen_generation=seen, best=self._best)
+        for is_last in (False, True):
+            least = self.copier.find_least()
+            try:
+                return self._whole.open_generation(self._token, seen_generation=seen, best=self._best, least=least)
+            except StorageError:
+                # If the farthest tier has gone out of reach just now, the next number is one without it.
+                if is_last:
+                    raise
+        raise AssertionError("unreachable")
 
     def align(self) -> None:
         """**Blocks.** Makes all tiers know the same generations; see `Tiers.align`."""
@@ -477,6 +447,8 @@ class RunWriter(CheckpointWriter):
         if not any(self._run.storage.publish(path, record) for path in paths):
             raise StorageError(f"{name.directory} has too many records of metrics", path=name.directory)
         self._run.history.note(name, msgspec.structs.replace(manifest, metrics={**manifest.metrics, **metrics}).facts)
+        if self.copier is not None:
+            self.copier.note_metrics(name)
 
     def check_valid(self) -> None:
         """See `CheckpointWriter`: if a file of this job's is gone, another job may have removed it, or the run."""

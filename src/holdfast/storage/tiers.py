@@ -12,13 +12,13 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import KW_ONLY, dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Final, NamedTuple, TypeVar
 
 from holdfast.errors import DamageError, FencedError, HoldfastError, NotFoundError, StorageError, UsageError
 from holdfast.format.digests import unseal
 from holdfast.format.names import (
+    DATA_SUFFIX,
     GENERATIONS_DIRECTORY,
     MANIFEST_NAME,
     START_NAME,
@@ -109,7 +109,6 @@ class Tiers:
         tiers: The tiers, nearest first.
         traits: See `Storage`.
         say: Called with a line if a tier cannot be reached, or has passed what another has.
-        read_bytes: How many bytes were read of the files of each tier.
         first_offering: The first tier whose list of steps counts: the farthest, if workers have a first tier of their
             own, in which each sees only a part of a step.
     """
@@ -144,7 +143,7 @@ class Tiers:
         self._aligning = threading.Lock()
         # Guards the rest, of which none is held during a call of a tier.
         self._lock = threading.Lock()
-        self.read_bytes = [0] * len(urls)
+        self._read: set[int] = set()
         # True if the next generation is to be opened without the farthest tier.
         self._is_alone = False
         self.first_offering = 0
@@ -190,6 +189,12 @@ class Tiers:
             known = ", ".join(one.url for one in self.tiers)
             raise UsageError(f"{tier!r} is not a tier of the run", hint=f"They are {known}.")
         return found[0]
+
+    def take_sources(self) -> tuple[str, ...]:
+        """Returns the URLs of the tiers whose data were read since the last call."""
+        with self._lock:
+            read, self._read = sorted(self._read), set()
+        return tuple(self.tiers[number].url for number in read)
 
     def is_up(self, number: int) -> bool:
         """Returns True unless a tier could not be reached just now."""
@@ -287,7 +292,8 @@ class Tiers:
                 agreed = generation
                 break
         newer = [one for one in own if one > agreed]
-        if not newer or not others or others[-1] <= agreed:
+        # One without a base has saved nothing. It may be this job's own, of which it has heard no answer.
+        if not newer or not others or max(_list_generations(beyond, ends=".base.json"), default=0) <= agreed:
             return None
         if not agreed and others[0] <= own[-1]:
             raise UsageError(
@@ -408,7 +414,10 @@ class Tiers:
     def open_reader(self, path: str) -> FileReader:
         """**Blocks.** Opens a file of the nearest tier that has it; see `Storage`."""
         number, reader = self._find(path, lambda storage: storage.open_reader(path))
-        return _CountingReader(reader, partial(self._count, number))
+        if path.endswith(DATA_SUFFIX):
+            with self._lock:
+                self._read.add(number)
+        return reader
 
     def list(self, path: str, *, deep: bool = False) -> list[Entry]:
         """**Blocks.** Returns what is in a directory of any tier; see `Storage`.
@@ -524,37 +533,10 @@ class Tiers:
             return any(name.endswith(f"/{MANIFEST_NAME}") for name in steps)
         return any(one.name == MANIFEST_NAME for name in reversed(steps) for one in self.nearest.list(name))
 
-    def _count(self, number: int, size_bytes: int) -> None:
-        with self._lock:
-            self.read_bytes[number] += size_bytes
 
-
-class _CountingReader:
-    """A file of one tier; see `FileReader`."""
-
-    def __init__(self, reader: FileReader, count: Callable[[int], None]) -> None:
-        self.size_bytes = reader.size_bytes
-        self._reader, self._count = reader, count
-
-    def read_into(self, offset_bytes: int, into: memoryview) -> None:
-        """**Thread-safe.** See `FileReader`."""
-        self._reader.read_into(offset_bytes, into)
-        self._count(into.nbytes)
-
-    def read_digested(self, offset_bytes: int, parts: Sequence[memoryview]) -> list[str]:
-        """**Thread-safe.** See `FileReader`."""
-        digests = self._reader.read_digested(offset_bytes, parts)
-        self._count(sum(part.nbytes for part in parts))
-        return digests
-
-    def close(self) -> None:
-        """Closes; may be repeated."""
-        self._reader.close()
-
-
-def _list_generations(storage: Storage, below: str = "") -> list[int]:
-    names = (parse_generation_file(entry.name) for entry in storage.list(join(below, GENERATIONS_DIRECTORY)))
-    return sorted(filter(None, names))
+def _list_generations(storage: Storage, below: str = "", ends: str = ".json") -> list[int]:
+    names = [entry.name for entry in storage.list(join(below, GENERATIONS_DIRECTORY)) if entry.name.endswith(ends)]
+    return sorted(filter(None, (parse_generation_file(f"{name.removesuffix(ends)}.json") for name in names)))
 
 
 def _pass_on(source: Storage, goal: Storage) -> None:

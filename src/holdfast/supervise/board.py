@@ -100,6 +100,7 @@ class Board:
         self._real = memoryview(page).cast("d")
         self._phase, self._since, self._first_step_at = NONE, 0.0, 0.0
         self._step = self._phases = self._steps_done = 0
+        self._spent = [0.0] * len(PHASES)
         self._pid = 0
 
     @classmethod
@@ -163,8 +164,10 @@ class Board:
             The phase that has ended.
         """
         now, before, whole, real = time.monotonic() if at is None else at, self._phase, self._whole, self._real
+        seconds = now - self._since if self._pid else 0.0
+        self._spent[before] += seconds
         if self._pid and not (before == STEP and not self._first_step_at):  # The first step may compile.
-            seconds, count = now - self._since, whole[_COUNTS + before]
+            count = whole[_COUNTS + before]
             real[_RINGS + before * KEPT + count % KEPT] = seconds
             whole[_COUNTS + before] = count + 1
             if seconds > real[_SLOWEST + before]:
@@ -190,6 +193,13 @@ class Board:
         )
         whole[_AT_SEQUENCE] = sequence
         return before
+
+    def spent(self) -> list[float]:
+        """**Thread-safe.** Returns how many seconds this process has been in each phase so far."""
+        found, phase, since = [*self._spent], self._phase, self._since
+        if self._pid:
+            found[phase] += max(time.monotonic() - since, 0.0)
+        return found
 
     def note_beat(self) -> None:
         """Says that the work of this phase goes on."""

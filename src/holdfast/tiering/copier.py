@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from holdfast.catalog import Catalog, StoredRun
-from holdfast.errors import HoldfastError
+from holdfast.errors import DeadlineError, HoldfastError, StorageError
 from holdfast.events import Failed, Sink, Warned
 from holdfast.format.names import StepName
 from holdfast.format.records import Manifest, decode_manifest
@@ -48,6 +49,8 @@ class TierCopier:
     def __init__(self, tiers: Tiers, keep: RetentionPolicy, nearby: Nearby, emit: Sink) -> None:
         """Starts nothing yet. `keep` is for tiers that have no policy of their own."""
         self._nearby = nearby
+        # True once the job has waited for the copies as long as it could, before it leaves.
+        self._is_left = False
         self._tiers, self._emit, self.keep = tiers, emit, tiers.tiers[0].policy or keep
         self._hops = [Hop(tiers, number, keep, nearby, emit) for number in range(1, len(tiers.tiers))]
 
@@ -67,7 +70,14 @@ class TierCopier:
 
     def note_committed(self) -> None:
         """Called when a step is committed in the nearest tier."""
+        self._is_left = False
         for hop in self._hops:
+            hop.wake()
+
+    def note_metrics(self, name: StepName) -> None:
+        """Called when a step has got more metrics."""
+        for hop in self._hops:
+            hop.progress.again.add(name)
             hop.wake()
 
     def find_needed(self, candidates: Sequence[KeptCandidate[StepName]]) -> Mapping[StepName, str]:
@@ -105,10 +115,22 @@ class TierCopier:
             self._hops[number - 1].wait(name, timeout_seconds)
         return f"{self._tiers.tiers[number].url}/{name.directory}"
 
+    def reach(self, name: StepName, timeout_seconds: float) -> str:
+        """**Blocks.** See `StepCopier`."""
+        end_at, reached = time.monotonic() + timeout_seconds, [self._tiers.url]
+        for hop in self._hops:
+            # Looked at even when the time is over: it may be there.
+            with suppress(DeadlineError, StorageError):
+                hop.wait(name, max(end_at - time.monotonic(), 0.0))
+                reached.append(hop.url)
+        self._is_left = True
+        missing = [hop.url for hop in self._hops if hop.url not in reached]
+        return f"in {' and '.join(reached)}" + (f", not in {' and '.join(missing)} yet" if missing else "")
+
     def close(self, timeout_seconds: float) -> None:
         """**Blocks.** Waits until all is copied, and ends the threads; says what is left if that takes longer."""
-        end_at = time.monotonic() + timeout_seconds
-        for hop in self._hops:
+        end_at = time.monotonic() + timeout_seconds * (not self._is_left)
+        for hop in [] if self._is_left else self._hops:
             if not hop.wait_idle(max(end_at - time.monotonic(), 0.0)):
                 text = (
                     f"the newest steps are not in {hop.url} yet; they are in {self._tiers.url}, and the next start of "

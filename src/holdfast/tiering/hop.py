@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Final
 
 from holdfast.catalog import StoredRun
@@ -44,6 +45,7 @@ class Progress:
         is_behind: True as long as the newest step is not there.
         there: The steps that are there, as a policy sees them.
         given_up: Those that will never be there, each with the reason.
+        again: Those that have got metrics since they came there.
         asked: Those that are waited for. They are copied even if the policy would not keep them.
     """
 
@@ -53,6 +55,7 @@ class Progress:
         self.there: dict[StepName, Candidate | None] = {}
         self.given_up: dict[StepName, str] = {}
         self.asked: set[StepName] = set()
+        self.again: set[StepName] = set()
 
     def choose(self, candidates: Sequence[Candidate], tier: Tier, policy: RetentionPolicy) -> list[StepName]:
         """Returns which of some steps are to be copied, in order of step: those that would be kept there."""
@@ -191,6 +194,8 @@ class Hop:
                 self.fenced = error  # The next save raises it.
                 self.stop()
                 return
+            except NotFoundError:
+                rest_seconds = _LOOK_SECONDS  # It was removed meanwhile.
             except HoldfastError as error:
                 rest_seconds = _LOOK_SECONDS if self._tiers.is_up(self._number) else _REST_SECONDS
                 self._tiers.note_down(self._number, error)
@@ -206,16 +211,16 @@ class Hop:
             catalog = self._goal.look(closely=True)
             known = {one.key: one for one in self._goal.history.candidates(catalog.living)}
             progress.there = {name: known.get(name) for name in catalog.committed}
+        while progress.again:
+            if (name := progress.again.pop()) in progress.there:
+                self._open_copier(name).copy(name)
         while True:
             progress.check_going()
             pending = self._list_pending()
             if left := [name for name in pending if name not in self._begun]:
                 self._copy(left[0])
                 continue
-            done = [name for name in pending if self._open_copier(name).try_commit(name)]
-            for name in done:
-                self._note_copied(name)
-            if not done:
+            if not any(self._try_complete(name) for name in pending):
                 newest = self._source.look().newest
                 with progress.changed:
                     progress.is_behind = progress.is_awake or pending[:1] == [newest]
@@ -231,6 +236,23 @@ class Hop:
             pending |= dict.fromkeys([*needed, name])
         return [*pending]
 
+    def _try_complete(self, name: StepName) -> bool:
+        """**Blocks.** Looks whether other workers have added their parts of a step."""
+        with self._noting_removal(name):
+            if not self._open_copier(name).try_commit(name):
+                return False
+            self._note_copied(name)
+        return True
+
+    @contextmanager
+    def _noting_removal(self, name: StepName) -> Iterator[None]:
+        try:
+            yield
+        except NotFoundError:
+            if self._source.step(name).is_committed():
+                raise
+            self.progress.note(name, problem="it was removed before it could be copied")
+
     def _open_copier(self, name: StepName) -> RunCopier:
         copier = RunCopier(self._source, self._goal.storage, self._nearby.takes)
         copier.open([name.generation])
@@ -240,20 +262,16 @@ class Hop:
         """**Blocks.** Copies what this worker has of a step."""
         pace = _Pace(self._tiers.tiers[self._number].most_bytes_per_second, self.progress.check_going)
         try:
-            size_bytes = self._open_copier(name).copy(name, progress=pace.advance)
-        except NotFoundError:
-            if self._source.step(name).is_committed():
-                raise
-            self.progress.note(name, problem="it was removed before it could be copied")
+            with self._noting_removal(name):
+                size_bytes = self._open_copier(name).copy(name, progress=pace.advance)
+                self._tiers.note_up(self._number)
+                self._begun[name] = pace
+                if size_bytes != 0:
+                    self._note_copied(name)
         except DamageError as error:
             self.progress.note(name, problem=error.message)
             text = f"it is not copied into {self.url}: {error.message}"
             self._emit(Failed(stage="copy", error=text, step=name.step, generation=name.generation))
-        else:
-            self._tiers.note_up(self._number)
-            self._begun[name] = pace
-            if size_bytes != 0:
-                self._note_copied(name)
 
     def _note_copied(self, name: StepName) -> None:
         """**Blocks.** Called when a step is committed in the tier."""

@@ -24,6 +24,7 @@ from holdfast.preemption.inbox import EarlyNotices
 from holdfast.save.joint.setup import explaining
 from holdfast.storage import Storage
 from holdfast.tracebacks import short_traceback
+from holdfast.training.ledger import Ledger
 from holdfast.training.loop import TrainingLoop
 from holdfast.training.run import Resumption, Run
 from holdfast.training.watchdog import Watchdog
@@ -138,10 +139,12 @@ def resumable(
     options = SaveOptions.pick(given, save_every=Auto(), keep=Latest(3))
     with EarlyNotices(termination) as early:
         names = check_kept(keep_current, kept.objects)
-        manager = CheckpointManager(directory, kept, **asdict(options))
+        ledger = Ledger()
+        manager = CheckpointManager(directory, kept, **asdict(options) | {"sinks": (*options.sinks, ledger)})
         with explaining(manager.participant):
             loop = TrainingLoop(manager, partial(make_guard, manager, termination))
-            watched = Watchdog(watchdog, manager.url, manager.worker)
-            run = Run(loop, Resumption(strict, [*names], strict_resume, on_nonfinite), watched, quiet=quiet)
+            watched = Watchdog(watchdog, manager.url, manager.worker, ledger)
+            resumption = Resumption(strict, [*names], strict_resume, on_nonfinite)
+            run = Run(loop, resumption, watched, quiet=quiet)
             early.hand_over(loop.guard.inbox.receive)
     return run

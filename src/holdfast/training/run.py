@@ -392,6 +392,7 @@ class Run:
         self._loop.begin_witness(self._restored, self._announcements.say, keeps_current=keeps_current, strict=strict)
         self._announcements.begin(self.manager, self._restored, step)
         self._phase, self.manager.lineage.find_steps = _Phase.ENTERED, lambda: (step, self._loop.count.done)
+        self._watchdog.ledger.begin(self.manager)
         return self
 
     def _restore(self) -> Restoration | None:
@@ -461,6 +462,7 @@ class Run:
             if (order := self._guard.orders.pending) is not None:
                 raise self._rollbacks.make_error(order.cause, step)  # No step comes at which it would be carried out.
             self._guard.pass_end(step)
+            self._watchdog.ledger.end()
             self.manager.__exit__(None, None, None)
             self._announcements.end(self.manager, step, self._total)
         except Exception as error:
@@ -500,6 +502,7 @@ class Run:
     def _end_badly(self, error: BaseException) -> None:
         """Ends the run after an error: the failed step may have changed some state, so only earlier saves count."""
         cause = self._guard.fail(error)
+        self._watchdog.ledger.end()
         if not self._guard.leaving and not self._guard.inbox.gave_up:
             self.manager.__exit__(type(error), error, error.__traceback__)
         if cause is not None:

@@ -21,6 +21,7 @@ from holdfast.supervise import board as board_module
 from holdfast.supervise.board import BETWEEN, RESTORE, Board
 from holdfast.supervise.hang import OFF, REPORT, RESTART, Limits
 from holdfast.supervise.stacks import DUMP_NAME
+from holdfast.training.ledger import Ledger
 
 ENVIRONMENT: Final = "HOLDFAST_WATCHDOG"
 """Replaces the argument, for a program that is not to be edited."""
@@ -68,13 +69,14 @@ class Watchdog:
     """The watchdog of one run, in the process that trains. It belongs to the training thread.
 
     Attributes:
+        ledger: Sums up the phases that are watched.
         dump_signal: The signal at which this process writes its stacks, from the first run on; 0 before. It stays: one
             that is under way when a run ends must not end the process.
     """
 
     dump_signal: ClassVar[int] = 0
 
-    def __init__(self, value: object, url: str, worker: Worker) -> None:
+    def __init__(self, value: object, url: str, worker: Worker, ledger: Ledger) -> None:
         """Checks what it is to do; the environment comes first."""
         limits = read_watchdog(value)
         if own := os.environ.get(ENVIRONMENT, ""):
@@ -82,6 +84,7 @@ class Watchdog:
         self._limits, self._url, self._rank = limits, url, "" if worker.is_alone else str(worker.rank)
         self._pipe = self._starter = 0
         self._text = ""
+        self.ledger = ledger
 
     def open(self) -> None:
         """Lets the phases of this thread be watched, unless it is off or the platform lacks what that needs."""

@@ -1,4 +1,4 @@
-"""`holdfast init`: writes a script that trains and resumes."""
+"""`holdfast init` and `holdfast completion`: write a script that trains, and print one that completes the command."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Final
 
 import click
+from click.shell_completion import get_completion_class
 
+from holdfast.cli.completion import COMPLETE_VARIABLE
 from holdfast.cli.report import Report, verb
 from holdfast.cli.screen import FAINT, GOOD, NOTABLE
 from holdfast.errors import UsageError
@@ -65,3 +67,20 @@ def command(report: Report, kind: str, output: str, force: bool) -> None:
     report.line(
         ("run it: ", FAINT), start, ("; kill it at any moment (Ctrl-C, kill -9), run the same again: it resumes", FAINT)
     )
+
+
+@verb("completion")
+@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+def print_completion(report: Report, shell: str) -> None:
+    """Print a script that completes verbs, options, runs, and steps after RUN@.
+
+    In ~/.bashrc, or in ~/.zshrc with zsh: eval "$(holdfast completion bash)"
+
+    In ~/.config/fish/config.fish: holdfast completion fish | source
+    """
+    kind = get_completion_class(shell)
+    assert kind is not None, shell
+    script = kind(click.get_current_context().find_root().command, {}, "holdfast", COMPLETE_VARIABLE).source()
+    report.fields = {"shell": shell, "script": script}
+    if not report.is_json:
+        click.echo(script, nl=False)

@@ -15,6 +15,7 @@ from typing import Any, Final, Literal
 
 from holdfast.catalog import StoredRun
 from holdfast.catalog.publish import Receipts
+from holdfast.catalog.step_copier import StepCopier
 from holdfast.cluster.peers import Failure, make_sendable
 from holdfast.cluster.polling import SOME_KEYS, poll
 from holdfast.cluster.protocol import ANSWER_SECONDS
@@ -46,7 +47,7 @@ from holdfast.save.joint.replicas import (
 )
 from holdfast.save.joint.shared_storage_check import check_opening, find_unseen, read_opening_digest
 from holdfast.save.retention import Cleaning
-from holdfast.save.run_writer import CheckpointWriter, RunWriter, StepCopier, make_debris_warning
+from holdfast.save.run_writer import CheckpointWriter, RunWriter, make_debris_warning
 from holdfast.save.writer import StepFiles
 from holdfast.state.data.position import find_apart, list_positions
 from holdfast.storage.protocol import Storage

@@ -10,12 +10,13 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeVar
 
 from holdfast.catalog.deletion import FileRecycler
+from holdfast.catalog.step_copier import StepCopier
 from holdfast.cluster.discover import Choice, open_cluster
 from holdfast.deadlines import JOIN_SECONDS
 from holdfast.events import Sink, Warned
 from holdfast.options import SaveOptions
 from holdfast.policies import RetentionPolicy, SaveMoment, SavePolicy, is_by_step
-from holdfast.save.run_writer import CheckpointWriter, RunWriter, StepCopier
+from holdfast.save.run_writer import CheckpointWriter, RunWriter
 from holdfast.storage import Storage
 
 if TYPE_CHECKING:

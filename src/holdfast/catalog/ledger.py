@@ -1,0 +1,154 @@
+"""Where the time of a run went, over all of its starts, from its journal of events."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import pairwise
+from statistics import median
+from typing import Final, NamedTuple
+
+from holdfast.events.kinds import Clocked, Committed, Event
+from holdfast.policies.saving import daly_interval_seconds, estimate_failure_seconds
+
+_MEASURED_SAVES: Final = 20
+"""The newest saves, of which the cost of one is the median."""
+
+
+class StartTimes(NamedTuple):
+    """The time of one start; all but the first two, the steps and the last in seconds.
+
+    Attributes:
+        begun_at_unix_seconds: When its process began.
+        ended_at_unix_seconds: When it last recorded its times: at its newest commit, or at its end.
+        away: Between the last record of the start before and this start, without `lost`.
+        lost: The work that was done twice, as it was not saved: estimated by the steps that this start has repeated.
+        setup: Imports, and all else before the restore.
+        restore: The restore.
+        train: Steps, and the program's own code.
+        data: Waits for data.
+        save: The time for which saves stopped training.
+        leave: The end, with the last save.
+        first_step: How many steps were complete when it began.
+        step: How many were complete at its last record.
+        repeated_steps: How many of them were done before.
+        is_whole: True if it was left; False if it died, or goes on.
+    """
+
+    begun_at_unix_seconds: float
+    ended_at_unix_seconds: float
+    away: float
+    lost: float
+    setup: float
+    restore: float
+    train: float
+    data: float
+    save: float
+    leave: float
+    first_step: int
+    step: int
+    repeated_steps: int
+    is_whole: bool
+
+
+class TimeShares(NamedTuple):
+    """The time of all starts together, in seconds; the sum is the time from the first start to the last record."""
+
+    train: float
+    data: float
+    save: float
+    restore: float
+    setup: float
+    leave: float
+    lost: float
+    away: float
+
+
+class RunTimes(NamedTuple):
+    """The times of a run.
+
+    Attributes:
+        starts: Its starts, in order, as far back as its journal goes.
+        save_seconds: How long a save stops training, in the median of the newest ones; None without one.
+        interval_seconds: The time between two commits of one start, in the median; None if there are no two.
+        return_seconds: From the last record of a start that died to the next one's training, without the lost work, in
+            the median; None if none has died.
+        failure_seconds: The time between two failures, as far as it can be estimated.
+    """
+
+    starts: tuple[StartTimes, ...]
+    save_seconds: float | None
+    interval_seconds: float | None
+    return_seconds: float | None
+    failure_seconds: float
+
+    @property
+    def shares(self) -> TimeShares:
+        """The sums over all starts."""
+        return TimeShares(*(sum(getattr(one, name) for one in self.starts) for name in TimeShares._fields))
+
+    @property
+    def best_interval_seconds(self) -> float | None:
+        """The time between saves that costs the least; None if no save was measured."""
+        return None if self.save_seconds is None else daly_interval_seconds(self.save_seconds, self.failure_seconds)
+
+
+def sum_up(events: Iterable[Event]) -> RunTimes:
+    """**Pure.** Sums up the times of a run.
+
+    Args:
+        events: Those of its journal, oldest first; of other kinds than `Clocked` and `Committed` none is needed.
+    """
+    newest: dict[float, Clocked] = {}
+    saves: list[Committed] = []
+    intervals: list[float] = []
+    for event in events:
+        if isinstance(event, Clocked):
+            known = newest.get(event.begun_at_unix_seconds)
+            if known is None or event.at_unix_seconds >= known.at_unix_seconds:  # Two threads write them.
+                newest[event.begun_at_unix_seconds] = event
+        elif isinstance(event, Committed):
+            if saves and saves[-1].generation == event.generation:
+                intervals.append(event.at_unix_seconds - saves[-1].at_unix_seconds)
+            saves.append(event)
+    starts: list[StartTimes] = []
+    for _, event in sorted(newest.items()):
+        starts.append(_describe(event, starts[-1] if starts else None))
+    deaths = [(one, after) for one, after in pairwise(starts) if not one.is_whole]
+    returns = [after.away + after.setup + after.restore for _, after in deaths]
+    observed = sum(one.ended_at_unix_seconds - one.begun_at_unix_seconds + one.lost for one in starts)
+    costs = [one.blocked_seconds for one in saves[-_MEASURED_SAVES:]]
+    return RunTimes(
+        starts=tuple(starts),
+        save_seconds=median(costs) if costs else None,
+        interval_seconds=median(intervals) if intervals else None,
+        return_seconds=median(returns) if returns else None,
+        failure_seconds=estimate_failure_seconds(len(deaths), observed),
+    )
+
+
+def _describe(event: Clocked, before: StartTimes | None) -> StartTimes:
+    """**Pure.** Describes one start, and the gap before it."""
+    away = lost = again = 0.0
+    if before is not None:
+        away = max(event.begun_at_unix_seconds - before.ended_at_unix_seconds, 0.0)
+        pace = (event.train_seconds + event.data_seconds) / max(event.step - event.first_step, 1)
+        # What was done before a record is in the time of that start, and what was done after it in the gap.
+        unrecorded = min(max(event.first_step + event.repeated_steps - before.step, 0), event.repeated_steps)
+        lost = min(unrecorded * pace, away)
+        again = min((event.repeated_steps - unrecorded) * pace, event.train_seconds)
+    return StartTimes(
+        begun_at_unix_seconds=event.begun_at_unix_seconds,
+        ended_at_unix_seconds=event.at_unix_seconds,
+        away=away - lost,
+        lost=lost + again,
+        setup=event.setup_seconds,
+        restore=event.restore_seconds,
+        train=event.train_seconds - again,
+        data=event.data_seconds,
+        save=event.save_seconds,
+        leave=event.leave_seconds,
+        first_step=event.first_step,
+        step=event.step,
+        repeated_steps=event.repeated_steps,
+        is_whole=event.is_last,
+    )

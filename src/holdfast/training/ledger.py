@@ -1,0 +1,102 @@
+"""The time that a start of a run spends, by phases: recorded with each committed save, and at the end."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, Final
+
+from holdfast.events.kinds import Clocked, Committed, Event, Leaving
+from holdfast.process.pulse import PULSE
+from holdfast.supervise.board import BETWEEN, COMMIT, COPY, DATA, LEAVING, PHASES, RESTORE, STEP
+
+if TYPE_CHECKING:
+    from holdfast.manager import CheckpointManager
+
+_START_TIME: Final = 19
+"""The position in `/proc/PID/stat`, after the name of the program: when the process began, since the machine did."""
+
+
+class Ledger:
+    """A sink that sums up the phases of this start, as the leader's training thread goes through them.
+
+    Without the page of phases, which notebooks and runs without a watchdog lack, all time after the restore counts as
+    training.
+    """
+
+    _counted_until: ClassVar[float] = 0.0
+    """Until when an earlier run of this process has counted, in seconds since 1970."""
+
+    def __init__(self) -> None:
+        self._before = self._read_phases()
+        self._emit: Callable[[Event], None] | None = None
+        self._find_steps: Callable[[], tuple[int, int]] = lambda: (0, 0)
+        self._begun_at = self._setup = 0.0
+        self._reached = 0
+        self._has_saved = False
+
+    def begin(self, manager: CheckpointManager) -> None:
+        """Called when everything is restored, and the steps are counted."""
+        if not manager.worker.is_leader or manager.lineage.find_steps is None:
+            return
+        self._begun_at = max(Ledger._counted_until, find_process_start())
+        self._setup = max(time.time() - self._begun_at - sum(self._read_spent()), 0.0)
+        self._find_steps, self._reached = manager.lineage.find_steps, manager.witness.reached
+        self._emit = manager.emit
+
+    def __call__(self, event: Event) -> None:
+        """Records the sums after a commit, and before the process leaves."""
+        if isinstance(event, Committed | Leaving):
+            self.record(is_last=isinstance(event, Leaving))
+
+    def end(self) -> None:
+        """Records the sums for the last time."""
+        self.record(is_last=True)
+        self._emit = None
+
+    def record(self, *, is_last: bool = False) -> None:
+        """Emits the sums so far."""
+        self._has_saved = self._has_saved or not is_last
+        if self._emit is None or not self._has_saved:
+            return  # Without a save there is no journal.
+        now, spent = time.time(), self._read_spent()
+        restore, data, saves, leaving = spent[RESTORE], spent[DATA], spent[COPY] + spent[COMMIT], spent[LEAVING]
+        first, done = self._find_steps()
+        Ledger._counted_until = now
+        self._emit(
+            Clocked(
+                at_unix_seconds=now,
+                begun_at_unix_seconds=self._begun_at,
+                setup_seconds=self._setup,
+                restore_seconds=restore,
+                train_seconds=max(now - self._begun_at - self._setup - restore - data - saves - leaving, 0.0),
+                data_seconds=data,
+                save_seconds=saves,
+                leave_seconds=leaving,
+                first_step=first,
+                step=done,
+                repeated_steps=max(min(self._reached, done) - first, 0),
+                is_last=is_last,
+            )
+        )
+
+    def _read_spent(self) -> list[float]:
+        """Returns the seconds of each phase since this run was made; steps and the program's own code are in it."""
+        phases = [now - before for now, before in zip(self._read_phases(), self._before, strict=True)]
+        return [seconds if phase not in (STEP, BETWEEN) else 0.0 for phase, seconds in enumerate(phases)]
+
+    @staticmethod
+    def _read_phases() -> list[float]:
+        return PULSE.board.spent() if PULSE.board is not None else [0.0] * len(PHASES)
+
+
+def find_process_start() -> float:
+    """Returns when this process began, in seconds since 1970; where the system does not say it, the present."""
+    with suppress(OSError, ValueError, IndexError, AttributeError):
+        fields = Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()
+        age = time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[_START_TIME]) / os.sysconf("SC_CLK_TCK")
+        return time.time() - max(age, 0.0)
+    return time.time()

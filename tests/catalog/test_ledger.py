@@ -1,0 +1,155 @@
+"""Where the time of a run went: from its events alone, and of real runs that are killed."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from holdfast.catalog import StoredRun
+from holdfast.catalog.ledger import sum_up
+from holdfast.events import Clocked, Committed
+from holdfast.storage import LocalStorage
+
+
+def clocked(begun: float, at: float, first: int, step: int, *, repeated: int = 0, is_last: bool = False) -> Clocked:
+    spent = at - begun - 4.0
+    return Clocked(
+        at_unix_seconds=at,
+        begun_at_unix_seconds=begun,
+        setup_seconds=2.0,
+        restore_seconds=1.0,
+        train_seconds=spent,
+        data_seconds=0.0,
+        save_seconds=1.0,
+        leave_seconds=0.0,
+        first_step=first,
+        step=step,
+        repeated_steps=repeated,
+        is_last=is_last,
+    )
+
+
+def committed(at: float, generation: int) -> Committed:
+    return Committed(
+        at_unix_seconds=at,
+        step=1,
+        generation=generation,
+        blocked_seconds=0.5,
+        background_seconds=1.0,
+        size_bytes=1,
+        training_saved_seconds=1.0,
+    )
+
+
+def test_times_sum_to_those_from_the_first_start_to_the_last_record() -> None:
+    events = [
+        committed(10.0, 1),
+        clocked(0.0, 14.0, 0, 10),
+        committed(20.0, 1),
+        # It was emitted before, and written later, by another thread.
+        clocked(0.0, 23.0, 0, 20),
+        # Of the 20 steps, step 20 was saved; the process died after step 25, and 5 s later the next one began.
+        clocked(0.0, 24.0, 0, 20),
+        committed(60.0, 2),
+        clocked(40.0, 64.0, 20, 40, repeated=5),
+        clocked(40.0, 74.0, 20, 50, repeated=5, is_last=True),
+        clocked(100.0, 114.0, 50, 60),
+    ]
+    times = sum_up(events)
+    first, second, third = times.starts
+    assert (first.train, first.lost, first.away) == (20.0, 0.0, 0.0)
+    assert (second.lost, second.away, second.train, second.is_whole) == (5.0, 11.0, 30.0, True)
+    assert (third.lost, third.away) == (0.0, 26.0)
+    assert sum(times.shares) == 114.0
+    assert times.save_seconds == 0.5
+    assert times.interval_seconds == 10.0
+    assert times.return_seconds == 14.0
+
+
+def test_steps_that_were_recorded_and_lost_do_not_count_twice() -> None:
+    """A record comes when a save is committed, which may be many steps after it was asked for."""
+    times = sum_up([clocked(0.0, 24.0, 0, 20), clocked(40.0, 64.0, 10, 30, repeated=15)])
+    second = times.starts[1]
+    # Ten of the steps are in the record of the first start, five came after it.
+    assert (second.lost, second.train, second.away) == (15.0, 10.0, 11.0)
+    assert sum(times.shares) == 64.0
+
+
+def test_no_time_is_negative_if_clocks_go_back_or_starts_overlap() -> None:
+    times = sum_up([clocked(0.0, 24.0, 0, 20), clocked(10.0, 20.0, 5, 6, repeated=100)])
+    assert all(value >= 0 for value in times.shares)
+    assert sum_up([]).starts == ()
+    assert sum_up([committed(1.0, 1)]).best_interval_seconds is not None
+
+
+TRAIN = """
+import os, sys, time
+import numpy as np
+import holdfast
+with holdfast.resumable("run", w=np.zeros(8), save_every=20, quiet=True) as run:
+    for step, _ in zip(run.steps(100), run.batches(range(1000))):
+        time.sleep(0.01)
+        if step == int(sys.argv[1]):
+            os.kill(os.getpid(), int(sys.argv[2]))
+"""
+
+
+def test_times_of_real_starts_sum_to_the_time_that_passed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text(TRAIN)
+    began_at = time.time()
+    for step, number in ((50, signal.SIGKILL), (75, signal.SIGTERM), (-1, 0)):
+        subprocess.run([sys.executable, "train.py", str(step), str(int(number))], check=False)
+    times = sum_up(StoredRun(LocalStorage(tmp_path / "run")).read_journal(Clocked, Committed))
+    first, second, third = times.starts
+    assert began_at <= first.begun_at_unix_seconds + 0.02  # It is known in hundredths.
+    assert sum(times.shares) == pytest.approx(third.ended_at_unix_seconds - first.begun_at_unix_seconds, abs=0.001)
+    assert (first.is_whole, second.is_whole, third.is_whole) == (False, True, True)
+    assert (second.first_step, second.step, second.repeated_steps) == (40, 76, 10)
+    assert second.lost > 0
+    assert (third.first_step, third.step, third.repeated_steps) == (76, 100, 0)
+    assert third.train >= 0.01 * 24
+    assert min(one.setup for one in times.starts) > 0.05
+    ended = subprocess.run(
+        [sys.executable, "-m", "holdfast", "stats", "run", "--json"], capture_output=True, text=True, check=True
+    )
+    document = json.loads(ended.stdout)
+    assert document["wall_seconds"] == pytest.approx(sum(document["seconds"].values()))
+    assert [one["step"] for one in document["starts"]] == [first.step, 76, 100]
+
+
+def test_a_run_without_times_says_so(tmp_path: Path) -> None:
+    import numpy as np
+
+    import holdfast as hf
+
+    with hf.CheckpointManager(tmp_path / "run", hf.Checkpoint(w=np.zeros(3))) as manager:
+        manager.save(1)
+    ended = subprocess.run(
+        [sys.executable, "-m", "holdfast", "stats", tmp_path / "run"], capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == 3
+    assert "has recorded no times" in ended.stderr
+
+
+def test_the_second_run_of_a_process_does_not_count_its_imports_again(tmp_path: Path) -> None:
+    import numpy as np
+
+    import holdfast as hf
+
+    for name in ("one", "other"):
+        with hf.resumable(tmp_path / name, w=np.zeros(3), save_every=5, quiet=True, preemption="off") as run:
+            for _ in run.steps(10):
+                pass
+    ends, begins = [], []
+    for name in ("one", "other"):
+        (start,) = sum_up(StoredRun(LocalStorage(tmp_path / name)).read_journal(Clocked)).starts
+        ends.append(start.ended_at_unix_seconds)
+        begins.append(start.begun_at_unix_seconds)
+    assert begins[1] >= ends[0]
