@@ -359,12 +359,12 @@ class _Journey:
     def begin(self) -> None:
         """**Blocks.** Finds the place of an earlier start, which may have died before it could name what it missed."""
         if self._name and (places := read_places(self._leases.run.storage, self._name)):
-            ended = max((place for place in places if place.is_done), default=ReaderPlace(0, 0))
             self._places, self.taken = places, _key_of(places[-1])
-            self._given = _key_of(ended)
-            self._unfinished = tuple(
-                place.step for place in places if not place.is_done and _key_of(place) > self._given
-            )
+            ended = max((_key_of(place) for place in places if place.is_done), default=(0, 0))
+            begun = [place for place in places if _key_of(place) > ended]
+            self._unfinished = tuple(place.step for place in begun)
+            # Without an end, from the first that was given: what came before it was not missed.
+            self._given = ended if ended > (0, 0) or not begun else _key_of(begun[0])
 
     def give(self, key: _Key) -> tuple[int, ...]:
         """**Blocks.** Records that a step is given; returns the steps before it that were not."""
