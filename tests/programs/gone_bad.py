@@ -25,7 +25,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import holdfast
-from holdfast.events import Event, Restored
+from holdfast.events import Event, Restored, WitnessDiffers
 
 
 def train(
@@ -60,6 +60,8 @@ def train(
     drawn = 0
 
     def see(event: Event) -> None:
+        if isinstance(event, WitnessDiffers):
+            back.append(-1)
         if isinstance(event, Restored):
             back.append(event.step)
             if killed == "going":

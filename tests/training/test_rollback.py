@@ -82,7 +82,7 @@ def test_a_run_that_went_back_is_as_one_without_these_batches(
 def test_a_kill_does_not_bring_the_bad_batches_back(tmp_path: Path, loop: str, killed: str) -> None:
     arguments = ["rollback", str(STEPS), "0", "11", loop]
     with Workers(tmp_path) as workers:
-        kill = {"KILLED": "going" if killed == "going" else "16"}
+        kill = {"KILLED": "going" if killed == "going" else "9"}
         command = python(PROGRAM, tmp_path / "run", *arguments)
         workers.start(command, kill, preloaded.TrainingPopen)
         assert workers.wait(PATIENCE_SECONDS) == [-9], workers.report(0)

@@ -153,8 +153,7 @@ class Copied(Event, frozen=True):
     """A step is committed in a farther tier as well; see `holdfast.Tiers`.
 
     Attributes:
-        step: The step.
-        generation: The generation that saved it.
+        step, generation: The step, and the generation that saved it.
         tier: The URL of the tier.
         background_seconds: How long the copy took, in the background.
         size_bytes: The size of what this worker has copied.
@@ -167,8 +166,8 @@ class Copied(Event, frozen=True):
     size_bytes: int
 
     def __str__(self) -> str:
-        seconds = time_text(self.background_seconds)
-        return f"step {self.step} is in {self.tier} as well: {size_text(self.size_bytes)}, {seconds} in the background"
+        cost = f"{size_text(self.size_bytes)}, {time_text(self.background_seconds)} in the background"
+        return f"step {self.step} is in {self.tier} as well: {cost}"
 
 
 class Restored(Event, frozen=True):

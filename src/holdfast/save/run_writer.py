@@ -359,7 +359,7 @@ class RunWriter(CheckpointWriter):
         """Marks steps of older runs that have lost their manifests: later saves would take them for unfinished."""
         catalog = self._whole.look()
         for name in self._whole.find_lost(catalog):
-            if name not in catalog.lost:
+            if name not in catalog.lost and self._run.step(name).has_data():
                 self._run.storage.write(name.committed_path, b"")
                 self._run.storage.sync_directory(name.directory)
         return catalog

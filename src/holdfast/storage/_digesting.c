@@ -38,8 +38,8 @@ typedef struct {
 /* Whether one of the numbers has all bits of its exponent set. They are looked at as integers, wherever they begin; and
    so many at a time that compilers use vectors. */
 #define ANY_PLACE __attribute__((may_alias, aligned(1)))
-#define DEFINE_HAS_NONFINITE(name, type, mask)                                                   \
-    static int name(const char *data, size_t size) {                                             \
+#define DEFINE_HAS_NONFINITE(name, type, mask, target)                                           \
+    target static int name(const char *data, size_t size) {                                             \
         typedef type ANY_PLACE number;                                                           \
         enum { TOGETHER = 1024 };                                                                \
         const number *numbers = (const number *)data;                                            \
@@ -57,20 +57,31 @@ typedef struct {
         return 0;                                                                                \
     }
 
-DEFINE_HAS_NONFINITE(has_nonfinite_f16, uint16_t, 0x7c00)
-DEFINE_HAS_NONFINITE(has_nonfinite_bf16, uint16_t, 0x7f80)
-DEFINE_HAS_NONFINITE(has_nonfinite_f32, uint32_t, 0x7f800000)
-DEFINE_HAS_NONFINITE(has_nonfinite_f64, uint64_t, 0x7ff0000000000000)
-
-static int has_nonfinite(unsigned char kind, const char *data, size_t size) {
-    switch (kind) {
-    case F16: return has_nonfinite_f16(data, size);
-    case BF16: return has_nonfinite_bf16(data, size);
-    case F32: return has_nonfinite_f32(data, size);
-    case F64: return has_nonfinite_f64(data, size);
-    default: return 0;
+#define DEFINE_ALL_HAS_NONFINITE(suffix, target)                                                 \
+    DEFINE_HAS_NONFINITE(has_nonfinite_f16##suffix, uint16_t, 0x7c00, target)                    \
+    DEFINE_HAS_NONFINITE(has_nonfinite_bf16##suffix, uint16_t, 0x7f80, target)                   \
+    DEFINE_HAS_NONFINITE(has_nonfinite_f32##suffix, uint32_t, 0x7f800000, target)                \
+    DEFINE_HAS_NONFINITE(has_nonfinite_f64##suffix, uint64_t, 0x7ff0000000000000, target)        \
+    static int has_nonfinite##suffix(unsigned char kind, const char *data, size_t size) {        \
+        switch (kind) {                                                                          \
+        case F16: return has_nonfinite_f16##suffix(data, size);                                  \
+        case BF16: return has_nonfinite_bf16##suffix(data, size);                                \
+        case F32: return has_nonfinite_f32##suffix(data, size);                                  \
+        case F64: return has_nonfinite_f64##suffix(data, size);                                  \
+        default: return 0;                                                                       \
+        }                                                                                        \
     }
-}
+
+DEFINE_ALL_HAS_NONFINITE(, )
+
+/* Processors of the last ten years look at twice as many numbers at a time as all of that kind can. */
+#if defined(__x86_64__)
+DEFINE_ALL_HAS_NONFINITE(_wide, __attribute__((target("avx2"))))
+#define HAS_NONFINITE(...) \
+    (__builtin_cpu_supports("avx2") ? has_nonfinite_wide(__VA_ARGS__) : has_nonfinite(__VA_ARGS__))
+#else
+#define HAS_NONFINITE has_nonfinite
+#endif
 
 static void write_number(char *to, uint64_t number) {
     for (int place = DIGEST / 2 - 1; place >= 0; place--, number >>= 4)
@@ -299,7 +310,7 @@ static Hash digest_place(const Places *places, Py_ssize_t place, const Hasher *h
         for (size_t begin = 0; begin < size; begin += BITE) {
             size_t bite = size - begin < BITE ? size - begin : BITE;
             hasher->update(state, data + begin, bite);
-            found |= has_nonfinite(kind, data + begin, bite);
+            found |= HAS_NONFINITE(kind, data + begin, bite);
         }
         places->marks[place] = found ? NONFINITE : OTHER;
     }
