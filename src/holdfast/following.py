@@ -19,12 +19,14 @@ import msgspec
 
 from holdfast.catalog import StoredRun
 from holdfast.catalog.holds import (
+    HOLDS_DIRECTORY,
     RENEWAL_SECONDS,
     Hold,
     ReaderPlace,
     read_places,
     wait_staying,
     write_hold,
+    write_name,
 )
 from holdfast.checkpoint import Checkpoint, find_given
 from holdfast.errors import DamageError, HoldfastError, NoCheckpointError, NotFoundError, StorageError, UsageError
@@ -350,40 +352,44 @@ class _Journey:
         self.taken = self._given = (0, 0)
         self._leases, self._name, self._every = leases, name, every
         self._journal = _Journal(leases.run.storage)
-        self._place: ReaderPlace | None = None
+        # The records on the storage: the last step that was ended with, and those that were given since.
+        self._places: list[ReaderPlace] = []
         self._unfinished: tuple[int, ...] = ()
 
     def begin(self) -> None:
-        """**Blocks.** Finds the place of an earlier start."""
-        storage = self._leases.run.storage
-        if self._name and (places := read_places(storage, self._name)):
-            self._place = place = places[-1]
-            self.taken = self._given = (place.generation, place.step)
-            self._unfinished = () if place.is_done else (place.step,)
-            with suppress(HoldfastError):  # A crash has left the others.
-                storage.delete([one.path(self._name) for one in places[:-1]])
+        """**Blocks.** Finds the place of an earlier start, which may have died before it could name what it missed."""
+        if self._name and (places := read_places(self._leases.run.storage, self._name)):
+            self._places, self.taken = places, _key_of(places[-1])
+            ended = max((_key_of(place) for place in places if place.is_done), default=(0, 0))
+            begun = [place for place in places if _key_of(place) > ended]
+            self._unfinished = tuple(place.step for place in begun)
+            # Without an end, from the first that was given: what came before it was not missed.
+            self._given = ended if ended > (0, 0) or not begun else _key_of(begun[0])
 
     def give(self, key: _Key) -> tuple[int, ...]:
         """**Blocks.** Records that a step is given; returns the steps before it that were not."""
         if self._every:
             self.known.update(self._journal.read())
         # What was committed before the first step that is given was not missed.
-        between = sorted(one for one in self.known if (0, 0) < self._given < one < key)
-        steps = (*self._unfinished, *(step for _, step in between))
+        missed = {step for one in self.known if (0, 0) < self._given < one < key for step in one[1:]}
+        self.note(ReaderPlace(*key))
+        steps = tuple(sorted(missed.union(self._unfinished)))
         self.known = {one for one in self.known if one > key}
         self._given, self._unfinished = key, ()
-        self.note(ReaderPlace(*key))
         return steps
 
     def note(self, place: ReaderPlace) -> None:
-        """**Blocks.** Records a place, for the next start."""
-        before, self._place = self._place, place
-        if self._name and self._leases.may_write:
-            storage = self._leases.run.storage
-            with suppress(HoldfastError):
-                storage.publish(place.path(self._name), b"")
-                if before is not None:
-                    storage.delete([before.path(self._name)])
+        """**Blocks.** Records a place, for the next start; the older ones go once a step was ended with."""
+        if not (self._name and self._leases.may_write):
+            return
+        storage, before = self._leases.run.storage, self._places
+        with suppress(HoldfastError):
+            write_name(storage, place.path(self._name))
+            storage.sync_directory(HOLDS_DIRECTORY)
+            self._places = [*before, place]
+            if place.is_done:
+                self._places = [place]
+                storage.delete([one.path(self._name) for one in before if one != place])
 
 
 class _Mark(NamedTuple):
@@ -430,7 +436,7 @@ def _read_committed(line: bytes) -> _Key | None:
     return None
 
 
-def _key_of(name: StepName) -> _Key:
+def _key_of(name: StepName | ReaderPlace) -> _Key:
     return name.generation, name.step
 
 

@@ -19,6 +19,8 @@ import holdfast as hf
 from holdfast.catalog import StoredRun
 from holdfast.catalog.requests import REQUESTS_DIRECTORY, RequestBox, RunRequest
 from holdfast.errors import NotRunningError, OtherGenerationError, SaveFailedError, UnansweredError, UsageError
+from holdfast.preemption.sources.asked import Asked, Condition
+from holdfast.storage import LocalStorage
 from holdfast.testing.processes import Workers, python
 from patience import PATIENCE_SECONDS
 from places import PROGRAMS
@@ -225,3 +227,24 @@ def test_wrong_arguments_are_named(tmp_path: Path) -> None:
 def test_a_request_is_small_and_whole() -> None:
     with pytest.raises(msgspec.ValidationError):
         msgspec.json.decode(b'{"command": "erase", "generation": 1, "asked_by": "x"}', type=RunRequest)
+
+
+class CutInStorage(LocalStorage):
+    """Lets a person withdraw a request in the moment in which the job replies that it was heard."""
+
+    def publish(self, path: str, data: bytes) -> bool:
+        is_new = super().publish(path, data)
+        if path.endswith(".heard.json"):
+            self.delete([path.replace("heard", "request")])
+        return is_new
+
+
+@pytest.mark.parametrize("is_withdrawn", [False, True])
+def test_a_job_does_nothing_that_was_withdrawn_before_it_was_heard(tmp_path: Path, is_withdrawn: bool) -> None:
+    storage = CutInStorage(tmp_path) if is_withdrawn else LocalStorage(tmp_path)
+    with hf.CheckpointManager(storage, hf.Checkpoint(x=1)) as manager:
+        condition = Condition(1, None, None, "training", ())
+        source = Asked(manager.lineage, manager.worker, lambda: condition)
+        assert list(source.look()) == []
+        RequestBox(storage).ask(RunRequest("stop", 0, "someone"))
+        assert len(list(source.look())) == (not is_withdrawn)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import types
 
@@ -33,8 +34,9 @@ spare.start()
 while spare.pid and not spare.is_ready:
     spare.hear()
 print(json.dumps({"ready": spare.is_ready, "cause": spare.cause}), flush=True)
+ignored = [number for number in (1, 2, 3, 20) if signal.getsignal(number) == signal.SIG_IGN]
 for _ in sys.stdin:
-    pid = spare.fork(board.fd, memory, [])
+    pid = spare.fork(board.fd, memory, ignored)
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) if pid else None
     print(json.dumps({"code": code, "cause": spare.cause}), flush=True)
 spare.end()

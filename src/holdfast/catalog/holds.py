@@ -21,7 +21,7 @@ import msgspec
 
 from holdfast.catalog.named_step import find_step, split_place
 from holdfast.catalog.stored_run import StoredRun
-from holdfast.errors import HoldfastError, NoCheckpointError, UsageError
+from holdfast.errors import HoldfastError, NoCheckpointError, StorageError, UsageError
 from holdfast.format.names import COMMITTED_NAME, MAX_GENERATION, MAX_STEP, StepName, parse_step_directory
 from holdfast.storage.protocol import Storage
 from holdfast.tracebacks import short_traceback
@@ -235,4 +235,15 @@ def write_hold(storage: Storage, hold: Hold) -> None:
         # All who may write to the run may hold its steps.
         with suppress(OSError):
             (place / HOLDS_DIRECTORY).chmod(place.stat().st_mode & 0o7777)
-    storage.publish(hold.path, b"")
+    write_name(storage, hold.path)
+
+
+def write_name(storage: Storage, path: str) -> None:
+    """**Blocks.** Creates an empty file; one that is there already is fine. A crash leaves it, or nothing."""
+    try:
+        storage.write(path, b"")
+    except StorageError as error:
+        try:
+            storage.read(path, 0)
+        except HoldfastError:
+            raise error from None
