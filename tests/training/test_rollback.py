@@ -181,6 +181,16 @@ def test_a_program_goes_back_by_itself(tmp_path: Path) -> None:
         run_by_hand(tmp_path / "d", {8: {"step": 3}})
 
 
+def test_training_goes_on_after_the_last_step_went_back(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    taken, run = run_by_hand(tmp_path / "a", {12: {"step": 10}})
+    assert taken == [*((step, step) for step in range(12)), (10, 12), (11, 13)]
+    assert run.step == 12
+    with caplog.at_level("INFO", "holdfast"):
+        taken, _ = run_by_hand(tmp_path / "b", {12: {"step": 10, "skip_batches": 0}})
+    assert taken == [*((step, step) for step in range(12)), (10, 10), (11, 11)]
+    assert "from step 12 to step 10, without leaving out a batch" in caplog.text
+
+
 def test_an_iterator_of_ones_own_is_refused(tmp_path: Path) -> None:
     loader: DataLoader[Any] = DataLoader(range(100), batch_size=1)  # type: ignore[arg-type]
     with holdfast.resumable(tmp_path / "a", state={}, save_every=2) as run:

@@ -496,15 +496,16 @@ class StepNumbers(Iterator[int]):
         self._begin_turn(self)
         loop.turn, loop.taken.data.is_between = no_turn, True
         loop.finish_step()
-        if not loop.is_stopped and loop.count.done < self._total:
+        if loop.is_stopped or loop.count.done >= self._total:
+            loop.begin_steps()
+            loop.guard.pass_last(loop.count.done)
+        if not loop.is_stopped and loop.count.done < self._total:  # Also if training has gone back from its last step.
             loop.pass_boundary()
             step_break.end()
             loop.watch.note_counted()
             loop.taken.begin_step()
             loop.is_in_step, loop.turn = True, weakref.ref(self)
             return loop.count.done
-        loop.begin_steps()
-        loop.guard.pass_last(loop.count.done)
         self._end()
         raise StopIteration
 

@@ -111,11 +111,9 @@ class Rollbacks:
         manager.witness.end()
         remove_rings(manager.storage)  # The steps that follow are others.
         loop.save(target, replace=True).wait_committed()
-        left_out = 0 if skipped is None else max(skipped.values())
-        batches = "1 batch" if left_out == 1 else f"{left_out} batches" if left_out else "what was drawn since"
-        self._announcements.say(
-            f"{self._announcements.place} went back from step {step} to step {target}, without {batches}: {order.cause}"
-        )
+        left_out = "what was drawn since" if skipped is None else _batches_text(max(skipped.values()))
+        way = f"went back from step {step} to step {target}, without {left_out}"
+        self._announcements.say(f"{self._announcements.place} {way}: {order.cause}")
         return restoration
 
     def _choose(self, order: StopOrder) -> int | None:
@@ -157,3 +155,7 @@ class Rollbacks:
         if then is None or self._loop.taken.data.count_trained() > 1:
             return None
         return {path: number - then.get(path, 0) for path, number in now.items()}
+
+
+def _batches_text(number: int) -> str:
+    return "leaving out a batch" if not number else "1 batch" if number == 1 else f"{number} batches"
