@@ -117,7 +117,9 @@ class Tiers:
         """Reads and writes nothing yet."""
         self.tiers = tuple(one if isinstance(one, Tier) else Tier(one) for one in tiers)
         urls = [one.url for one in self.tiers]
-        if len(urls) < 2 or len(set(urls)) < len(urls):
+        roots = [one.storage.location for one in self.tiers]
+        places = {url if root is None else root.resolve() for url, root in zip(urls, roots, strict=True)}
+        if len(urls) < 2 or len(places) < len(urls):
             raise UsageError(
                 f"Tiers needs two places or more, and different ones, got {', '.join(urls) or 'none'}",
                 hint='For example Tiers("/nvme/run", "s3://bucket/run"), nearest first.',
