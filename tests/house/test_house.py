@@ -141,7 +141,7 @@ BUDGETS = {
     # What runs beside a trainer: supervisor, spare and clients, the page that it writes for them, and the watchdog.
     "supervise": 2548,
     # The protocol, memory, and local directories that survive a crash.
-    "storage": 3783,
+    "storage": 3785,
     # The copies of each step in farther tiers, and the start of workers whose first tiers differ.
     "tiering": 741,
     # Contracts for storages and clusters of others.

@@ -464,6 +464,8 @@ def test_wrong_tiers_are_refused(tmp_path: Path) -> None:
         hf.Tiers(tmp_path / "run", tmp_path / "link" / "run")
     with pytest.raises(UsageError, match="takes every checkpoint"):
         hf.Tiers(hf.Tier(tmp_path / "a", every=2), tmp_path / "b")
+    with pytest.raises(UsageError, match="nothing is copied into the first tier"):
+        hf.Tiers(hf.Tier(tmp_path / "a", most_bytes_per_second=9), tmp_path / "b")
     with pytest.raises(UsageError, match="cannot have tiers itself"):
         hf.Tiers(tmp_path / "a", hf.Tiers(tmp_path / "b", tmp_path / "c"))
     with pytest.raises(OutOfRangeError):

@@ -128,6 +128,8 @@ class Tiers:
             raise UsageError("a tier cannot have tiers itself", hint="List all places in one Tiers(...).")
         if self.tiers[0].every is not None:
             raise UsageError("the first tier takes every checkpoint", hint="Leave out every=, or set save_every=.")
+        if self.tiers[0].most_bytes_per_second is not None:
+            raise UsageError("nothing is copied into the first tier", hint="Leave out most_bytes_per_second= there.")
         self._storages = tuple(one.storage for one in self.tiers)
         shared, self.say = [one.storage.traits for one in self.tiers], inform
         far = shared[-1]
