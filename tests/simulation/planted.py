@@ -175,7 +175,7 @@ def _unsynced_removal() -> AbstractContextManager[object]:
 
 def _forget_attempts() -> AbstractContextManager[object]:
     def name(self: Any, *arguments: Any) -> object:
-        self._named_attempt = 0
+        self._named = self._named[0], 0
         return real(self, *arguments)
 
     real = RunWriter._name_attempt

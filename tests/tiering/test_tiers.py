@@ -28,6 +28,7 @@ from holdfast.errors import (
 )
 from holdfast.events import Committed, Copied, Event, PassedOver, Restored, Warned
 from holdfast.format.names import StepName
+from holdfast.jobs import UploadTo
 from holdfast.storage import LocalStorage
 from holdfast.storage.protocol import Storage
 from patience import PATIENCE_SECONDS
@@ -379,6 +380,18 @@ def test_two_lines_that_have_parted_are_never_mixed(tmp_path: Path, restarts: bo
     assert start(here, bucket).restore() == 7
 
 
+def test_a_job_that_goes_back_during_a_copy_copies_on(near: Path, far: Path, start: Callable[..., Job]) -> None:
+    job = start(near, hf.Tier(far, most_bytes_per_second=60_000))
+    job.save_all(1)
+    job.save(2).wait_committed()
+    wait_until((far / "step-000000002.g0001").exists)
+    assert job.manager.restore(1) is not None
+    job.save(2).wait_committed()
+    job.manager.close()
+    assert StoredRun(LocalStorage(far)).look(closely=True).newest == StepName(2, 2)
+    assert job.texts() == []
+
+
 def test_two_different_runs_are_refused(tmp_path: Path, start: Callable[..., Job]) -> None:
     a, b = tmp_path / "a", tmp_path / "b"
     start(a, tmp_path / "c").save_all(1)
@@ -446,8 +459,13 @@ def test_wrong_tiers_are_refused(tmp_path: Path) -> None:
         hf.Tiers(tmp_path)
     with pytest.raises(UsageError, match="two places or more"):
         hf.Tiers(tmp_path, tmp_path)
+    (tmp_path / "link").symlink_to(tmp_path)
+    with pytest.raises(UsageError, match="two places or more"):
+        hf.Tiers(tmp_path / "run", tmp_path / "link" / "run")
     with pytest.raises(UsageError, match="takes every checkpoint"):
         hf.Tiers(hf.Tier(tmp_path / "a", every=2), tmp_path / "b")
+    with pytest.raises(UsageError, match="nothing is copied into the first tier"):
+        hf.Tiers(hf.Tier(tmp_path / "a", most_bytes_per_second=9), tmp_path / "b")
     with pytest.raises(UsageError, match="cannot have tiers itself"):
         hf.Tiers(tmp_path / "a", hf.Tiers(tmp_path / "b", tmp_path / "c"))
     with pytest.raises(OutOfRangeError):
@@ -525,6 +543,8 @@ def test_a_tree_in_tiers(near: Path, far: Path) -> None:
 def test_an_epoch_job_has_no_tiers(near: Path, far: Path) -> None:
     with pytest.raises(UsageError, match="has no tiers"):
         hf.MultiNodeCheckpointManager(hf.Tiers(near, far))
+    with pytest.raises(UsageError, match="has no tiers"):
+        UploadTo(hf.Tiers(near, far))
 
 
 def test_a_list_says_where_each_step_is(near: Path, far: Path, start: Callable[..., Job]) -> None:

@@ -8,7 +8,7 @@ from contextlib import closing
 from typing import TYPE_CHECKING
 
 from holdfast.catalog import StoredRun
-from holdfast.errors import StorageError
+from holdfast.errors import StorageError, UsageError
 from holdfast.format.index import MAX_INDEX_BYTES
 from holdfast.format.names import MANIFEST_NAME, StepName, index_name
 from holdfast.format.records import MAX_MANIFEST_BYTES
@@ -49,8 +49,13 @@ class UploadTo(UploadTaskGroupBuilder):
         Args:
             destination: The directory or URL to copy to.
             node: The node that copies; None for the first saved one.
+
+        Raises:
+            UsageError: If the destination has tiers.
         """
         self._destination = open_storage(destination)
+        if self._destination.traits.has_tiers:
+            raise UsageError("an epoch job has no tiers", hint="Pass one directory, or the URL of a bucket.")
         self._node = node
 
     def build(self, epoch: int, checkpoint_manager: MultiNodeCheckpointManager) -> TaskGroup:

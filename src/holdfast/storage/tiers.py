@@ -117,7 +117,9 @@ class Tiers:
         """Reads and writes nothing yet."""
         self.tiers = tuple(one if isinstance(one, Tier) else Tier(one) for one in tiers)
         urls = [one.url for one in self.tiers]
-        if len(urls) < 2 or len(set(urls)) < len(urls):
+        roots = [one.storage.location for one in self.tiers]
+        places = {url if root is None else root.resolve() for url, root in zip(urls, roots, strict=True)}
+        if len(urls) < 2 or len(places) < len(urls):
             raise UsageError(
                 f"Tiers needs two places or more, and different ones, got {', '.join(urls) or 'none'}",
                 hint='For example Tiers("/nvme/run", "s3://bucket/run"), nearest first.',
@@ -126,6 +128,8 @@ class Tiers:
             raise UsageError("a tier cannot have tiers itself", hint="List all places in one Tiers(...).")
         if self.tiers[0].every is not None:
             raise UsageError("the first tier takes every checkpoint", hint="Leave out every=, or set save_every=.")
+        if self.tiers[0].most_bytes_per_second is not None:
+            raise UsageError("nothing is copied into the first tier", hint="Leave out most_bytes_per_second= there.")
         self._storages = tuple(one.storage for one in self.tiers)
         shared, self.say = [one.storage.traits for one in self.tiers], inform
         far = shared[-1]

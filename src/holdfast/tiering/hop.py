@@ -197,6 +197,10 @@ class Hop:
             except NotFoundError:
                 rest_seconds = _LOOK_SECONDS  # It was removed meanwhile.
             except HoldfastError as error:
+                if isinstance(error.__cause__, FencedError):
+                    # A generation was opened during the copy, by this job perhaps, in a rollback: the tier is there.
+                    rest_seconds = _LOOK_SECONDS
+                    continue
                 rest_seconds = _LOOK_SECONDS if self._tiers.is_up(self._number) else _REST_SECONDS
                 self._tiers.note_down(self._number, error)
 

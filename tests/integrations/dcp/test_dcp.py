@@ -384,6 +384,8 @@ def test_what_cannot_be_served_is_refused_in_words(tmp_path: Path) -> None:
         hf.dcp.StorageWriter(tmp_path, keep="three")
     with pytest.raises(CheckpointException, match="no path to save to was given"):
         save(None, {"x": 1})
+    with pytest.raises(CheckpointException, match="a StorageWriter has no tiers"):
+        save(hf.Tiers(tmp_path, tmp_path / "far"), {"x": 1})
     assert steps_of(tmp_path) == []
 
 

@@ -163,7 +163,7 @@ class StorageWriter(dcp.StorageWriter):
         """Opens the storage.
 
         Raises:
-            UsageError: If no path was given, or the workers do not communicate.
+            UsageError: If no path was given, it has tiers, or the workers do not communicate.
         """
         if self._location is None:
             raise UsageError(
@@ -177,7 +177,11 @@ class StorageWriter(dcp.StorageWriter):
             )
         self._wait_save_before()
         if self._storage is None:
-            self._storage = open_storage(self._location)
+            storage = open_storage(self._location)
+            if storage.traits.has_tiers:
+                # Nothing would copy its steps on.
+                raise UsageError("a StorageWriter has no tiers", hint="Pass one directory, or the URL of a bucket.")
+            self._storage = storage
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Leaves the plan unchanged."""
