@@ -99,9 +99,9 @@ BUDGETS = {
     # A table of rules and four moments.
     "advice": 1507,
     # A stored run: listing, history, fence, commit, survey, deletion, removal.
-    "catalog": 3173,
+    "catalog": 3174,
     # Ten verbs, each with one report for a page, a pipe and JSON.
-    "cli": 4894,
+    "cli": 4897,
     # Joining, the store, failures of workers, a barrier.
     "cluster": 2340,
     # Files of torch, safetensors, DCP, Orbax, Lightning and the Trainer, read without trust.

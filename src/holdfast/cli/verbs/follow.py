@@ -119,7 +119,8 @@ def command_of_pin(report: Report, checkpoint: str) -> None:
     name = pin(checkpoint)
     report.fields = {"run": checkpoint, **name_fields(name), "is_pinned": True}
     report.line((f"step {name.step} is pinned", GOOD))
-    report.line(("to undo this: ", FAINT), f"holdfast unpin {checkpoint.rpartition('@')[0] or checkpoint}@{name.step}")
+    place = f"{checkpoint.rpartition('@')[0] or checkpoint}@{name.step}"
+    report.line(("to undo this: ", FAINT), f"holdfast unpin {shlex.quote(place)}")
 
 
 @verb("unpin")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+
 import click
 
 from holdfast.catalog import StoredRun, describe_steps, find_owner
@@ -76,5 +78,5 @@ def command(report: Report, checkpoint: str) -> None:
     report.line((f"step {name.step} is now the newest step of {location}", GOOD))
     if left:
         report.line(f"no longer in the current lineage, but still there: {describe_steps([one.step for one in left])}")
-        report.line(("to undo this: ", FAINT), f"holdfast rollback {location}/{left[-1].directory}")
-        report.line(("to remove them: ", FAINT), f"holdfast prune {location} --off-line")
+        report.line(("to undo this: ", FAINT), f"holdfast rollback {shlex.quote(f'{location}/{left[-1].directory}')}")
+        report.line(("to remove them: ", FAINT), f"holdfast prune {shlex.quote(location)} --off-line")
