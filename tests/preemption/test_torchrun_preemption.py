@@ -118,11 +118,19 @@ def test_a_worker_that_is_killed_ends_the_other_which_says_who_has_died(tmp_path
 
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["fails", "lingers"])
-def test_worker_in_a_collective_is_freed_and_raises_the_cause(tmp_path: Path, what: str) -> None:
+def test_worker_in_a_collective_is_freed_and_raises_the_cause(
+    tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # If it is not freed, the stacks say where it is.
+    monkeypatch.setenv("HOLDFAST_WATCHDOG", "report step=40s unmarked=40s first=40s")
     with Workers(tmp_path) as workers:
         start_pair(workers, tmp_path / "run", what)
         assert workers.wait_said(1, "error", PATIENCE_SECONDS) == "ValueError"
-        assert workers.wait(PATIENCE_SECONDS, [0]) == [1]
+        try:
+            assert workers.wait(PATIENCE_SECONDS, [0]) == [1]
+        except AssertionError as error:
+            stacks = "\n".join(path.read_text() for path in (tmp_path / "run" / "hangs").glob("*.txt"))
+            raise AssertionError(f"{error}\n{stacks}") from None
         assert "ValueError: the loss is no number" in workers.errors(0), workers.report(0)
         assert "raise ValueError" in workers.errors(0)
         if what == "fails":
