@@ -106,7 +106,7 @@ def _run_under_fire(
             life = lives[-1]
             _note(report, lives, screen)
             if plan is not None and life.killed_at_seconds is None and _is_moment(plan, report, directory, known):
-                # The kill is to strike so far into the step or the write, of which nothing is told.
+                # The kill is to strike so far into the step or the write, which are not reported.
                 time.sleep(plan.share * (life.write_seconds if plan.in_write else _step_seconds(life.steps)))
                 life.killed_at_seconds = kill(life.process)
                 # Before the next one removes what is unfinished.

@@ -284,7 +284,7 @@ def main() -> None:
         __doc__,
         {
             "--rounds": {"type": int, "default": 100},
-            "--span": {"type": float, "default": 1.0, "help": "seconds within which somebody is killed"},
+            "--span": {"type": float, "default": 1.0, "help": "seconds within which a worker is killed"},
             "--far": {"default": "", "help": "the farther tier: an empty place in a bucket; by default a directory"},
         },
         play,

@@ -99,9 +99,9 @@ BUDGETS = {
     # A table of rules and four moments.
     "advice": 1507,
     # A stored run: listing, history, fence, commit, survey, deletion, removal.
-    "catalog": 3174,
+    "catalog": 3192,
     # Ten verbs, each with one report for a page, a pipe and JSON.
-    "cli": 4897,
+    "cli": 4881,
     # Joining, the store, failures of workers, a barrier.
     "cluster": 2340,
     # Files of torch, safetensors, DCP, Orbax, Lightning and the Trainer, read without trust.
@@ -131,7 +131,7 @@ BUDGETS = {
     # Threads, terminal, interrupts, end of the process.
     "process": 1067,
     # A page about a run: what it shows, its charts, its HTML.
-    "report": 547,
+    "report": 530,
     # Candidates, one plan of pieces, resharding, verification, copies in another place.
     "restore": 3020,
     # Request, attempt, image, files, and the conversation of several workers.
@@ -147,7 +147,7 @@ BUDGETS = {
     # Contracts for storages and clusters of others.
     "testing": 1169,
     # The run, its loop, the handler, the state of workers.
-    "training": 3203,
+    "training": 3198,
     # The ring of repeated steps.
     "witness": 652,
 }

@@ -85,7 +85,7 @@ def test_a_job_saves_stops_and_says_how_it_is(tmp_path: Path) -> None:
 def test_a_request_without_a_job_stops_no_later_start(tmp_path: Path) -> None:
     run = tmp_path / "run"
     assert Job(run, total=2).end() == 0
-    # Who asked was killed: nobody withdraws it.
+    # The process that asked was killed, so it is not withdrawn.
     box = RequestBox(hf.open_storage(run))
     left = box.ask(RunRequest("stop", 1, "someone"))
     job = Job(run, **{**LONG, "total": 200})

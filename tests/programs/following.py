@@ -57,7 +57,7 @@ def read(run: Path, name: str, most_seconds: float, idle_seconds: float, told: P
 
 
 if __name__ == "__main__":
-    # Whoever waits for this process waits no longer than that.
+    # Its parent waits no longer than that.
     signal.alarm(int(os.environ.get("LONGEST_SECONDS", "100")))
     what, place, *arguments = sys.argv[1:]
     if what == "train":

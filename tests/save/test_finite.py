@@ -1,4 +1,4 @@
-"""Whether parameters and optimizer states are finite: found while a save takes digests, and what becomes of it."""
+"""Whether parameters and optimizer states are finite: found while a save takes digests, with all that follows."""
 
 from __future__ import annotations
 

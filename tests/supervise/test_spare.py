@@ -150,7 +150,7 @@ def test_an_own_module_is_left_to_the_program(installed: Path) -> None:
     with spare(installed, noted, "train.py") as one:
         assert one.state["ready"]
         assert one.fork()["lines"] == ["own ['train.py']\n"]
-        # The next spare is told as much as this one was: what changed the environment, too.
+        # The next spare gets as much as this one got: what changed the environment, too.
         assert read_record("record")[: len(noted)] == noted
 
 

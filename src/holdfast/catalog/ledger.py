@@ -7,11 +7,18 @@ from itertools import pairwise
 from statistics import median
 from typing import Final, NamedTuple
 
-from holdfast.events.kinds import Clocked, Committed, Event
+from holdfast.events.kinds import Clocked, Committed, Event, time_text
 from holdfast.policies.saving import daly_interval_seconds, estimate_failure_seconds
 
 _MEASURED_SAVES: Final = 20
 """The newest saves, of which the cost of one is the median."""
+
+
+WORDS: Final = {
+    "train": "training", "data": "waiting for data", "save": "stopped by saves", "restore": "restores",
+    "setup": "imports and set-up", "leave": "last saves", "lost": "work done twice", "away": "between starts",
+}  # fmt: skip
+"""Each field of `TimeShares`, for people."""
 
 
 class StartTimes(NamedTuple):
@@ -92,6 +99,17 @@ class RunTimes(NamedTuple):
     def best_interval_seconds(self) -> float | None:
         """The time between saves that costs the least; None if no save was measured."""
         return None if self.save_seconds is None else daly_interval_seconds(self.save_seconds, self.failure_seconds)
+
+    def describe_interval(self) -> str:
+        """Returns how often a save costs the least, in a sentence; empty if no save was measured."""
+        if self.save_seconds is None or self.best_interval_seconds is None:
+            return ""
+        now = f"; on average it was every {time_text(self.interval_seconds)}" if self.interval_seconds else ""
+        return (
+            f"A save stops training for {time_text(self.save_seconds)}, and a failure is expected every "
+            f"{time_text(self.failure_seconds)}: a save every {time_text(self.best_interval_seconds)} costs the "
+            f"least{now}."
+        )
 
 
 def sum_up(events: Iterable[Event]) -> RunTimes:

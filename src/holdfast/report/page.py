@@ -10,7 +10,7 @@ from itertools import groupby
 from statistics import median
 from typing import Final
 
-from holdfast.catalog.ledger import StartTimes
+from holdfast.catalog.ledger import WORDS, StartTimes
 from holdfast.catalog.survey import Found, State
 from holdfast.events.kinds import Committed, Event, Failed, Leaving, NoticeHeard, size_text, time_text
 from holdfast.report.charts import Instant, Span, draw_points, draw_shares, draw_timeline, thin
@@ -19,10 +19,6 @@ from holdfast.report.facts import RunFacts
 _MOST_ROWS: Final = 40
 """So many starts have a row of the timeline: the newest ones."""
 _MOST_STEPS: Final = 300
-_SHARES: Final = {
-    "train": "training", "data": "waiting for data", "save": "stopped by saves", "restore": "restores",
-    "setup": "imports and set-up", "leave": "last saves", "lost": "work done twice", "away": "between starts",
-}  # fmt: skip
 _WHEN: Final = frozenset({"begun", "saved", "when"})
 _LOUD: Final = (Failed,)
 
@@ -113,19 +109,10 @@ def _render_times(facts: RunFacts) -> str:
     if not whole:
         return "<p>This run has recorded no times.</p>"
     texts = [
-        (name, f"{_SHARES[name]}: {time_text(size)} ({size / whole:.1%})", size)
-        for name, size in shares.items()
-        if size
+        (name, f"{WORDS[name]}: {time_text(size)} ({size / whole:.1%})", size) for name, size in shares.items() if size
     ]
-    advice = ""
-    if times.best_interval_seconds is not None and times.save_seconds is not None:
-        now = f", on average it was every {time_text(times.interval_seconds)}" if times.interval_seconds else ""
-        advice = (
-            f"<p>A save stops training for {time_text(times.save_seconds)}, and a failure is expected every "
-            f"{time_text(times.failure_seconds)}: a save every {time_text(times.best_interval_seconds)} costs the "
-            f"least{now}.</p>"
-        )
-    return f'<h2>Where the time went</h2><div class="wide">{draw_shares(texts)}</div>{_key(texts)}{advice}'
+    chart = f'<div class="wide">{draw_shares(texts)}</div>{_key(texts)}'
+    return f"<h2>Where the time went</h2>{chart}<p>{times.describe_interval()}</p>"
 
 
 def _key(texts: Iterable[tuple[str, str, float]]) -> str:
@@ -145,7 +132,7 @@ def _render_timeline(facts: RunFacts) -> str:
         for kind in ("setup", "restore", "lost", "train", "data", "save", "leave"):
             seconds = start.repeated_seconds if kind == "lost" else getattr(start, kind)
             if seconds:
-                text = f"start {number}, {_SHARES[kind]}: {time_text(seconds)}"
+                text = f"start {number}, {WORDS[kind]}: {time_text(seconds)}"
                 spans.append(Span(kind, at, at + seconds, text))
                 at += seconds
         marks = _find_marks(facts, start.begun_at_unix_seconds, end)
@@ -223,10 +210,6 @@ def _render_saves(facts: RunFacts) -> Iterable[str]:
             f'<h2>{title}</h2><p class="faint">{write(middle)} in the median of {len(facts.saves):,} saves</p>'
             f'<div class="wide">{chart}</div>'
         )
-    newest = facts.survey.newest
-    if newest is not None and newest.manifest is not None and newest.manifest.world_size > 1:
-        workers = [[str(rank), size_text(worker.data_bytes)] for rank, worker in enumerate(newest.manifest.workers)]
-        yield "<h2>Workers</h2>" + _table(["worker", f"wrote in step {newest.step}"], workers, figures=[0, 1])
 
 
 def _say(value: str, one: Committed) -> str:

@@ -5,19 +5,15 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from contextlib import suppress
-from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Final
+from typing import TYPE_CHECKING, ClassVar
 
+from holdfast.cluster.failure_detector import find_start
 from holdfast.events.kinds import Clocked, Committed, Event, Leaving
 from holdfast.process.pulse import PULSE
 from holdfast.supervise.board import BETWEEN, COMMIT, COPY, DATA, LEAVING, PHASES, RESTORE, STEP
 
 if TYPE_CHECKING:
     from holdfast.manager import CheckpointManager
-
-_START_TIME: Final = 19
-"""The position in `/proc/PID/stat`, after the name of the program: when the process began, since the machine did."""
 
 
 class Ledger:
@@ -95,8 +91,7 @@ class Ledger:
 
 def find_process_start() -> float:
     """Returns when this process began, in seconds since 1970; where the system does not say it, the present."""
-    with suppress(OSError, ValueError, IndexError, AttributeError):
-        fields = Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()
-        age = time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[_START_TIME]) / os.sysconf("SC_CLK_TCK")
-        return time.time() - max(age, 0.0)
-    return time.time()
+    ticks, now = find_start(os.getpid()), time.time()
+    if ticks is None:
+        return now
+    return now - max(time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"), 0.0)

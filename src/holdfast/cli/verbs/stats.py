@@ -9,7 +9,7 @@ from typing import Any, Final, NamedTuple
 
 import click
 
-from holdfast.catalog.ledger import RunTimes, StartTimes, sum_up
+from holdfast.catalog.ledger import WORDS, RunTimes, StartTimes, sum_up
 from holdfast.catalog.openers import find_owner
 from holdfast.cli.completion import RunPath
 from holdfast.cli.report import COUNT, SHARE, TIME, Column, Kind, Report, verb
@@ -19,17 +19,6 @@ from holdfast.errors import NoCheckpointError, UsageError
 from holdfast.events.kinds import Clocked, Committed, time_text
 from holdfast.report.facts import read_facts
 from holdfast.report.page import render_page
-
-_WORDS: Final = {
-    "train": "training",
-    "data": "waiting for data",
-    "save": "stopped by saves",
-    "restore": "restores",
-    "setup": "imports and set-up",
-    "leave": "last saves",
-    "lost": "work lost with a process",
-    "away": "between starts",
-}
 
 SECONDS: Final = Kind(time_text, lambda seconds: f"{seconds:.3f}", True)
 
@@ -66,7 +55,7 @@ def command(report: Report, run: str, shows_starts: bool) -> None:
     rows = [_Row(name, seconds, whole) for name, seconds in times.shares._asdict().items()]
     report.table(
         [
-            Column("where", lambda row: _WORDS[row.name] if report.is_page else row.name),
+            Column("where", lambda row: WORDS[row.name] if report.is_page else row.name),
             Column("time", lambda row: row.seconds, SECONDS, plain="SECONDS"),
             Column("share", lambda row: f"{row.seconds / max(row.whole, 1e-9):.1%}", SHARE),
         ],
@@ -101,13 +90,8 @@ def _remark(report: Report, times: RunTimes, *, is_running: bool) -> None:
         since = max(time.time() - times.starts[-1].ended_at_unix_seconds, 0.0)
         back = f", and {time_text(times.return_seconds)} to be back" if times.return_seconds is not None else ""
         report.line(f"A failure now would cost {time_text(since)} of work{back}.")
-    best = times.best_interval_seconds
-    if best is not None and times.save_seconds is not None:
-        now = f"; on average it was every {time_text(times.interval_seconds)}" if times.interval_seconds else ""
-        report.line(
-            f"A save stops training for {time_text(times.save_seconds)}, and a failure is expected every "
-            f"{time_text(times.failure_seconds)}: a save every {time_text(best)} costs the least{now}."
-        )
+    if advice := times.describe_interval():
+        report.line(advice)
 
 
 def _make_document(url: str, times: RunTimes) -> dict[str, Any]:

@@ -224,7 +224,7 @@ class JointRunWriter(CheckpointWriter):
             raise self._make_error(*refused, VALUES_HINT)
         together = _put_together(parts)
         unseen = None
-        # What is in a tier of a worker's own nobody else sees. Its copy into the next one is checked.
+        # No other worker sees into a tier of one's own. Its copy into the next one is checked.
         if self.copier is None and not self._storage.traits.names_are_consistent:
             unseen = find_unseen(self._storage, name, together, self._peers.timeout_seconds)
         if unseen is not None:
