@@ -127,7 +127,7 @@ BUDGETS = {
     # Saving and retention, as pure functions.
     "policies": 926,
     # Notices, the agreement of workers, the last save.
-    "preemption": 5253,
+    "preemption": 5261,
     # Threads, terminal, interrupts, end of the process.
     "process": 1067,
     # A page about a run: what it shows, its charts, its HTML.

@@ -115,6 +115,29 @@ def test_all_workers_go_back_to_the_same(tmp_path: Path, rank: int) -> None:
         assert len(set(ends)) == 1, (bad, went[0], ends)
 
 
+LAST_STEP = """
+import sys, numpy as np, holdfast
+with holdfast.resumable(sys.argv[1], w=np.zeros(3), save_every=3) as run:
+    for step, _ in zip(run.steps(12), run.batches(range(100))):
+        if step == 11 and run.manager.worker.rank == 1:
+            run.rollback(step=9)
+"""
+
+
+def test_one_worker_alone_cannot_go_back_when_the_other_has_ended(tmp_path: Path) -> None:
+    with Workers(tmp_path) as workers:
+        port = find_port()
+        for rank in range(2):
+            command = python("-c", LAST_STEP, str(tmp_path / "run"))
+            workers.start(command, environment(rank, 2, port, agent=True), preloaded.TrainingPopen)
+        workers.start(python("-c", HOST, str(port)), popen=preloaded.TrainingPopen)
+        assert workers.wait(PATIENCE_SECONDS, [0, 1]) == [1, 1], workers.report(0) + workers.report(1)
+        # Which of them finds it depends on how far the other one is.
+        said = workers.errors(0) + workers.errors(1)
+        assert re.search("UsageError: training cannot go back: (rank 0|this worker) has ended it already", said)
+        assert "call run.rollback on all workers" in said
+
+
 def run_job(directory: Path, *arguments: str) -> list[tuple[dict[str, Any], str]]:
     """Returns for each of two workers what it ends with, and its log."""
     directory.mkdir()

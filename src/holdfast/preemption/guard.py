@@ -314,6 +314,14 @@ class Guard:
                 self._leave_at_stop(step, verdict)
                 self.provisional = self._consensus.end_round(self.provisional)
             elif verdict.action is Action.OBEY and verdict.plan is not None and verdict.plan.order is not None:
+                ended = verdict.stop.done if verdict.stop is not None else ()
+                if (ended or self._is_over) and not verdict.plan.order.raises:
+                    self.orders.pending = None
+                    who = f"rank {ended[0]}" if ended else "this worker"
+                    raise UsageError(
+                        f"training cannot go back: {who} has ended it already",
+                        hint="In the last step of training, call run.rollback on all workers.",
+                    )
                 step = self.orders.obey(verdict.plan.order, step)
                 self.orders.pending = self.provisional = None
                 self._progress.rewind(step)
