@@ -15,6 +15,7 @@ from holdfast.cluster.protocol import ANSWER_SECONDS, Connect, EngineStore
 from holdfast.cluster.store import JoinedCluster
 from holdfast.deadlines import JOIN_SECONDS
 from holdfast.errors import UsageError
+from holdfast.supervise.board import ENVIRONMENT
 
 # What it exports depends on how torch was built, so that it has no types to go by.
 dist: Any = torch.distributed
@@ -175,12 +176,12 @@ _OWN_STORE: Final = ("store", "init_method", "rank", "world_size")
 
 
 def init_process_group(backend: str | None = None, *, timeout: timedelta | None = None, **options: Any) -> None:
-    """**Collective.** **Blocks.** Like `torch.distributed.init_process_group`, but safe when torchrun restarts the job.
+    """**Collective.** **Blocks.** Like `torch.distributed.init_process_group`, but safe where workers are restarted.
 
     torchrun keeps its store when it starts the workers again, with the keys of the previous process group. torch (2.13)
     does not distinguish the starts: a worker that is faster than another one reads the address of the dead one, and
     fails, or waits for half an hour. Here each start uses its own part of the store: the workers agree on its name
-    first. Without torchrun, or with your own store, it does what torch's function does.
+    first. Under `holdfast run`, too; elsewhere, or with your own store, it does what torch's function does.
 
     Args:
         backend: "nccl", "gloo" or another name that torch knows; None for all that suit the devices.
@@ -194,7 +195,9 @@ def init_process_group(backend: str | None = None, *, timeout: timedelta | None 
     if timeout is not None:
         options["timeout"] = timeout
     is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    if not is_agents or any(name in options for name in _OWN_STORE):
+    # Under `holdfast run` a worker may be back before the others have ended, and meet the store of a dead rank 0.
+    is_restarted = ENVIRONMENT in os.environ and all(os.environ.get(name) for name in _ENVIRONMENT)
+    if not (is_agents or is_restarted) or any(name in options for name in _OWN_STORE):
         dist.init_process_group(backend, **options)
         return
     cluster = open_environment(JOIN_SECONDS if timeout is None else timeout.total_seconds())
