@@ -59,33 +59,21 @@ class Receipts(msgspec.Struct, frozen=True):
 _NAMED_LIBRARIES: Final = ("torch", "numpy", "jax", "keras")
 
 
-def commit(
-    run: StoredRun,
+def make_manifest(
     receipts: Receipts,
     name: StepName,
     *,
-    token: str,
     metrics: Mapping[str, float],
     metadata: Mapping[str, Any],
     nonfinite: Nonfinite | None = None,
 ) -> Manifest:
-    """**Blocks.** Publishes the manifest of a step whose bytes are durable, and checks that it counts.
-
-    A crash before the publication leaves debris; after it, a whole checkpoint that has not been reported yet. `token`
-    is that of the generation's opener;
-    `nonfinite` says what of the state is not finite.
-
-    Raises:
-        FencedError: If a newer generation was opened: the step may exist, but must not be called committed, because the
-            newer job may not have seen it when it began.
-        StorageError: If the storage fails, or the run or a step that this one refers to was removed meanwhile.
-    """
+    """Returns the manifest of a step whose bytes are known; `nonfinite` says what of the state is not finite."""
     features = set(receipts.features)
     features |= {REFERENCES} if receipts.references else set()
     features |= {SHARDS} if len(receipts.workers) > 1 else set()
     # Of holdfast, of Python, and of those libraries that this process has in use.
     used = ("holdfast", *(library for library in _NAMED_LIBRARIES if library in sys.modules))
-    manifest = Manifest(
+    return Manifest(
         step=name.step,
         generation=name.generation,
         attempt=name.attempt,
@@ -99,6 +87,20 @@ def commit(
         references=receipts.references,
         nonfinite=nonfinite,
     )
+
+
+def commit(run: StoredRun, manifest: Manifest, *, token: str) -> None:
+    """**Blocks.** Publishes the manifest of a step whose bytes are durable, and checks that it counts.
+
+    A crash before the publication leaves debris; after it, a whole checkpoint that has not been reported yet. `token`
+    is that of the generation's opener.
+
+    Raises:
+        FencedError: If a newer generation was opened: the step may exist, but must not be called committed, because the
+            newer job may not have seen it when it began.
+        StorageError: If the storage fails, or the run or a step that this one refers to was removed meanwhile.
+    """
+    name = manifest.name
     if not run.storage.publish(name.manifest_path, seal(manifest)):
         raise StorageError(
             f"{run.url}: {name.directory} has a manifest that this save did not write",
@@ -108,7 +110,6 @@ def commit(
     run.check_owned(name.generation, token)
     if manifest.references:
         check_references(run, manifest)
-    return manifest
 
 
 def check_references(run: StoredRun, manifest: Manifest) -> None:

@@ -8,6 +8,7 @@ from typing import Protocol
 from holdfast.format.names import StepName
 from holdfast.format.records import Manifest
 from holdfast.policies import KeptCandidate, RetentionPolicy
+from holdfast.storage.kept_memory import KeptMemory
 
 
 class StepCopier(Protocol):
@@ -15,9 +16,11 @@ class StepCopier(Protocol):
 
     Attributes:
         keep: What is kept in the nearest tier.
+        memory: The images in memory that outlives this process, or None.
     """
 
     keep: RetentionPolicy
+    memory: KeptMemory | None
 
     def align(self) -> None:
         """**Blocks.** Makes all tiers know the same generations; see `Tiers.align`."""

@@ -184,10 +184,15 @@ class Stager:
         # The buffer may hold an older snapshot after the end of this one.
         image[layout.size_bytes :] = bytes(round_up(layout.size_bytes) - layout.size_bytes)
         base = ctypes.addressof(ctypes.c_char.from_buffer(image))
-        moves, held = plan.moves, frozenset(captured.held)
-        known = (base, held, captured.addresses, captured.backends)
-        if moves is None or (moves.base, moves.held, moves.addresses, moves.backends) != known:
-            moves = plan.moves = _plan_moves(plan, captured, image, base)
+        moves, held = plan.moves.get(base), frozenset(captured.held)
+        if moves is None or (moves.held, moves.addresses, moves.backends) != (
+            held,
+            captured.addresses,
+            captured.backends,
+        ):
+            if len(plan.moves) >= self.buffer.count:
+                plan.moves.clear()
+            moves = plan.moves[base] = _plan_moves(plan, captured, image, base)
         # The columns go with the save; the rest is needed as long as what was written is spoken of.
         state = msgspec.structs.replace(
             captured, names=[], specs=[], arrays=[], addresses=[], backends=[], held={}, compared=()
@@ -341,7 +346,7 @@ class _LayoutPlan(msgspec.Struct):
         order: For each array in the order of the file, its position in the columns.
         begins, sizes: Where each begins in the file, and its size in bytes.
         floats: The numbers that training computes.
-        moves: The moves of the last save.
+        moves: The moves of the last saves, by the address of the image.
     """
 
     names: list[str]
@@ -351,7 +356,7 @@ class _LayoutPlan(msgspec.Struct):
     begins: list[int]
     sizes: list[int]
     floats: FloatTable
-    moves: _Moves | None = None
+    moves: dict[int, _Moves] = msgspec.field(default_factory=dict)
 
 
 def _plan_for(captured: Captured, metadata: dict[str, str], plan: _LayoutPlan | None) -> _LayoutPlan:
@@ -396,7 +401,6 @@ class _Batch:
 class _Moves:
     """Copies between addresses of this process, and the arrays that need others."""
 
-    base: int
     addresses: list[int | None]
     backends: list[ArrayBackend]
     held: frozenset[int]
@@ -407,7 +411,7 @@ class _Moves:
 
 
 def _plan_moves(plan: _LayoutPlan, captured: Captured, image: memoryview, base: int) -> _Moves:
-    moves = _Moves(base, captured.addresses, captured.backends, frozenset(captured.held))
+    moves = _Moves(captured.addresses, captured.backends, frozenset(captured.held))
     for is_held, copies, others in (
         (False, moves.now, moves.others_now),
         (True, moves.later, moves.others_later),

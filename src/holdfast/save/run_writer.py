@@ -9,9 +9,16 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 import msgspec
 
 from holdfast.catalog import Catalog, StoredRun
-from holdfast.catalog.publish import Receipts, commit
+from holdfast.catalog.publish import Receipts, commit, make_manifest
 from holdfast.catalog.step_copier import StepCopier
-from holdfast.errors import HoldfastError, NotFoundError, StorageError, StorageFullError
+from holdfast.errors import (
+    ChangedError,
+    FencedError,
+    HoldfastError,
+    NotFoundError,
+    StorageError,
+    StorageFullError,
+)
 from holdfast.events import Event, GenerationOpened, Warned
 from holdfast.format.digests import seal
 from holdfast.format.names import (
@@ -40,7 +47,8 @@ from holdfast.save.handle import Origin, SaveRequest
 from holdfast.save.image import Snapshot, Staging
 from holdfast.save.incremental import Incremental
 from holdfast.save.retention import Cleaning, Retention, Tidier
-from holdfast.save.writer import StepFiles
+from holdfast.save.writer import FilePlan, StepFiles, digest_plan, make_index, make_receipts
+from holdfast.storage.kept_images import ImageRecord
 from holdfast.storage.open import nearest_of
 from holdfast.storage.protocol import Storage
 
@@ -84,9 +92,7 @@ class CheckpointWriter(Protocol):
         it."""
         ...
 
-    def open_files(
-        self, snapshot: Snapshot, name: StepName, metrics: Mapping[str, float], pool: WorkerPool
-    ) -> StepFiles:
+    def open_files(self, snapshot: Snapshot, name: StepName, request: SaveRequest, pool: WorkerPool) -> StepFiles:
         """**Blocks.** Creates the files that this worker writes of a step."""
         ...
 
@@ -210,7 +216,7 @@ class StepAttempt:
                 self._emit(GenerationOpened(generation=base.generation, base_step=base.step))
             self._request.name = name
             self._request.named.open()
-        self._files = self._writer.open_files(staging.snapshot, self._request.name, self._request.metrics, pool)
+        self._files = self._writer.open_files(staging.snapshot, self._request.name, self._request, pool)
         return self._files
 
 
@@ -268,8 +274,12 @@ class RunWriter(CheckpointWriter):
         self._incremental = Incremental(self._run) if incremental else None
         # The leaves that were not finite in the run's first checkpoint; None before there is one.
         self.exempt: frozenset[str] | None = None
-        # What refers to earlier steps has to know which of them stay, and all that has changed.
-        self.writes_early = not incremental
+        # The images in memory that outlives this process; and the manifest of the newest, of one worker alone.
+        self._memory = None if copier is None else copier.memory
+        self._kept: Manifest | None = None
+        # What refers to earlier steps has to know which of them stay, and all that has changed. An image in memory is
+        # to be whole before the first byte is written.
+        self.writes_early = not incremental and self._memory is None
 
     def leave_generation(self) -> None:
         """See `CheckpointWriter`."""
@@ -397,12 +407,20 @@ class RunWriter(CheckpointWriter):
         return name
 
     def open_files(
-        self, snapshot: Snapshot, name: StepName, metrics: Mapping[str, float], pool: WorkerPool
+        self,
+        snapshot: Snapshot,
+        name: StepName,
+        request: SaveRequest,
+        pool: WorkerPool,
+        make_part: Callable[[Receipts], bytes] | None = None,
     ) -> StepFiles:
-        """See `CheckpointWriter`."""
+        """See `CheckpointWriter`. Of several workers, `make_part` makes this worker's report to the leader."""
+        if self._memory is not None and self._memory.is_open:
+            plan = self._keep(snapshot, name, request, digest_plan(snapshot, pool), make_part)
+            return StepFiles(snapshot, self._run.storage, name, plan)
         if self._incremental is None:
             return StepFiles(snapshot, self._run.storage, name)
-        plan = self._incremental.plan(snapshot, name, pool, self._retention.find_wanted(name, metrics))
+        plan = self._incremental.plan(snapshot, name, pool, self._retention.find_wanted(name, request.metrics))
         return StepFiles(snapshot, self._run.storage, name, plan, self._incremental.note_written)
 
     def commit(
@@ -411,15 +429,11 @@ class RunWriter(CheckpointWriter):
         """See `CheckpointWriter`."""
         if not self._run.storage.traits.has_directories:
             self._undecided |= {name}
-        found = receipts.nonfinite
-        nonfinite = None if found is None else _FINITE
-        if found or self.exempt:
-            nonfinite = Nonfinite.of(found or (), receipts.nonfinite_count, self.exempt)
-        token = self._token
+        found, manifest = receipts.nonfinite, self._kept
+        if manifest is None or manifest.name != name:
+            manifest = self._make_manifest(receipts, name, metrics, metadata)
         try:
-            manifest = commit(
-                self._run, receipts, name, token=token, metrics=metrics, metadata=metadata, nonfinite=nonfinite
-            )
+            commit(self._run, manifest, token=self._token)
         except StorageError as error:
             if isinstance(error, NotFoundError) or self.copier is not None:
                 self.check_valid()
@@ -430,6 +444,49 @@ class RunWriter(CheckpointWriter):
         if self._incremental is not None:
             self._incremental.mark_committed()
         return manifest
+
+    def _make_manifest(
+        self, receipts: Receipts, name: StepName, metrics: Mapping[str, float], metadata: Mapping[str, Any]
+    ) -> Manifest:
+        found = receipts.nonfinite
+        nonfinite = None if found is None else _FINITE
+        if found or self.exempt:
+            nonfinite = Nonfinite.of(found or (), receipts.nonfinite_count, self.exempt)
+        return make_manifest(receipts, name, metrics=metrics, metadata=metadata, nonfinite=nonfinite)
+
+    def _keep(
+        self,
+        snapshot: Snapshot,
+        name: StepName,
+        request: SaveRequest,
+        plan: FilePlan,
+        make_part: Callable[[Receipts], bytes] | None,
+    ) -> FilePlan:
+        """Says that the image of a snapshot, in memory that outlives this process, is whole; returns the plan with its
+        index."""
+        index = make_index(snapshot, plan.layout, name, plan.spans or ())
+        data = seal(index)
+        receipts = make_receipts(index, data, snapshot.state.loose, plan.nonfinite)
+        record = ImageRecord(
+            step=name.step,
+            generation=name.generation,
+            attempt=name.attempt,
+            rank=index.rank,
+            world_size=index.world_size,
+            data_bytes=index.data_bytes,
+            index=data,
+            opening=self._run.storage.read(generation_path(name.generation), MAX_GENERATION_BYTES),
+            part=b"" if make_part is None else make_part(receipts),
+            metrics=dict(request.metrics),
+            metadata=dict(request.metadata),
+            exempt=None if self.exempt is None else tuple(sorted(self.exempt)),
+        )
+        if make_part is None:
+            self._kept = self._make_manifest(receipts, name, request.metrics, request.metadata)
+            record = msgspec.structs.replace(record, manifest=seal(self._kept))
+        if self._memory is not None:
+            self._memory.keep(record)
+        return msgspec.structs.replace(plan, index=index)
 
     def note_committed(self, nonfinite: Sequence[str]) -> None:
         """Called when the last written step is committed, by the leader of the job, with what is not finite here."""
@@ -449,6 +506,16 @@ class RunWriter(CheckpointWriter):
         self._run.history.note(name, msgspec.structs.replace(manifest, metrics={**manifest.metrics, **metrics}).facts)
         if self.copier is not None:
             self.copier.note_metrics(name)
+
+    def fail(self, error: BaseException) -> None:
+        """See `CheckpointWriter`. What was fenced, or has changed while it was copied, is not to be restored."""
+        if isinstance(error, FencedError | ChangedError):
+            self.forget_image()
+
+    def forget_image(self) -> None:
+        """Called when the image of the save, if there is one, is not to be restored."""
+        if self._memory is not None and self._attempts:
+            self._memory.forget(self._attempts[0])
 
     def check_valid(self) -> None:
         """See `CheckpointWriter`: if a file of this job's is gone, another job may have removed it, or the run."""

@@ -19,6 +19,9 @@ _CODE: Final = (
     "m.main(*__import__('json').loads(''.join(sys.argv[2:n])))"
 )
 
+KEEPER: Final = ["holdfast", "memory"]
+"""The last words in the command line of what keeps memory, by which a supervisor knows it."""
+
 _PIECE: Final = 30_000
 """Characters of an argument: Linux allows 128 KiB."""
 
