@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -59,19 +60,24 @@ with hf.CheckpointManager(places, hf.Checkpoint(state=state), sinks=sinks, keep=
 
 
 @pytest.fixture(autouse=True)
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A directory for the run, and a machine of its own: what keeps memory is found in the user's directory."""
-    runtime = tmp_path / "user"
-    runtime.mkdir(mode=0o700)
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
+def user(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A machine of its own: what keeps memory is found in the user's directory, whose path must be short."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as runtime:
+        monkeypatch.setenv("XDG_RUNTIME_DIR", runtime)
+        yield Path(runtime)
+        for pid in list_keepers(Path(runtime)):
+            os.kill(pid, signal.SIGKILL)
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The directory that the program runs in."""
     monkeypatch.chdir(tmp_path)
     Path("train.py").write_text(PROGRAM)
-    yield tmp_path
-    for pid in list_keepers(tmp_path):
-        os.kill(pid, signal.SIGKILL)
+    return tmp_path
 
 
-def list_keepers(place: Path) -> list[int]:
+def list_keepers(user: Path) -> list[int]:
     """The processes that keep memory for runs of this test."""
     found = []
     for entry in Path("/proc").iterdir():
@@ -79,7 +85,7 @@ def list_keepers(place: Path) -> list[int]:
             words = (entry / "cmdline").read_bytes().decode().split("\0")
         except OSError:
             continue
-        if words[-3:-1] == KEEPER and any(str(place) in word for word in words):
+        if words[-3:-1] == KEEPER and any(str(user) in word for word in words):
             found.append(int(entry.name))
     return found
 
@@ -108,9 +114,9 @@ def steps_on_disk() -> list[int]:
     return [name.step for name in StoredRun(LocalStorage("run")).look(closely=True).committed]
 
 
-def flip_bits(place: Path) -> None:
+def flip_bits(user: Path) -> None:
     """Flips a bit in the middle of each image."""
-    for pid in list_keepers(place):
+    for pid in list_keepers(user):
         for entry in Path(f"/proc/{pid}/fd").iterdir():
             if "holdfast-image" in str(entry.readlink()):
                 with entry.open("r+b") as image:
@@ -136,22 +142,22 @@ def test_a_restart_reads_what_is_on_the_disk_too_from_memory() -> None:
     assert finish(5, 0, 60, "SIGKILL")[0] == ["restored 4 memory", "saved 5"]
 
 
-def test_nothing_is_left_after_a_normal_end(place: Path) -> None:
+def test_nothing_is_left_after_a_normal_end(user: Path, place: Path) -> None:
     assert finish(3, 0)[0] == ["saved 3"]
-    wait_until(lambda: not list_keepers(place))
+    wait_until(lambda: not list_keepers(user))
     assert finish(3, 0)[0] == [f"restored 3 {place / 'run'}", "saved 3"]
-    assert [path.name for path in (place / "user").iterdir() if not path.name.endswith(".lock")] == []
+    assert [path.name for path in user.iterdir() if not path.name.endswith(".lock")] == []
 
 
-def test_a_flipped_bit_in_memory_is_found_and_the_disk_read(place: Path) -> None:
+def test_a_flipped_bit_in_memory_is_found_and_the_disk_read(user: Path, place: Path) -> None:
     finish(4, 0, 60, "SIGKILL")
-    flip_bits(place)
+    flip_bits(user)
     assert finish(5, 0)[0] == [f"restored 4 memory {place / 'run'}", "saved 5"]
 
 
-def test_a_flipped_bit_in_what_is_in_memory_only_is_not_restored(place: Path) -> None:
+def test_a_flipped_bit_in_what_is_in_memory_only_is_not_restored(user: Path, place: Path) -> None:
     kill_in_save(5)
-    flip_bits(place)
+    flip_bits(user)
     out, err = finish(4, 0)
     assert out == [f"restored 4 memory {place / 'run'}", "saved 4"]
     assert "step 5 is whole in memory, but it cannot be written" in err
@@ -172,17 +178,17 @@ def test_memory_is_not_taken_from_a_process_that_lives() -> None:
         process.communicate()
 
 
-def test_what_no_start_comes_for_is_written_and_its_memory_goes(place: Path) -> None:
+def test_what_no_start_comes_for_is_written_and_its_memory_goes(user: Path) -> None:
     process = start(100, 5, 1)
     assert process.stdout is not None
     assert "blocked\n" in iter(process.stdout.readline, "")
     process.kill()
     process.communicate()
-    wait_until(lambda: not list_keepers(place))
+    wait_until(lambda: not list_keepers(user))
     assert steps_on_disk()[-1] == 5
 
 
-def test_a_supervised_program_comes_back_from_memory(place: Path) -> None:
+def test_a_supervised_program_comes_back_from_memory(user: Path) -> None:
     source = PROGRAM.replace('getattr(__import__("signal"), options[1])', "9").replace(
         "if len(options) > 1:", 'if not os.path.exists("died") and open("died", "w"):'
     )
@@ -190,10 +196,10 @@ def test_a_supervised_program_comes_back_from_memory(place: Path) -> None:
     command = [sys.executable, "-m", "holdfast", "run", "train.py", "4", "0"]
     ended = subprocess.run(command, capture_output=True, text=True, check=True, timeout=PATIENCE_SECONDS)
     assert ended.stdout.splitlines() == ["saved 4", "restored 4 memory", "saved 4"]
-    wait_until(lambda: not list_keepers(place))
+    wait_until(lambda: not list_keepers(user))
 
 
-def test_without_enough_memory_saves_go_to_the_disk_and_it_is_said() -> None:
+def test_without_enough_memory_saves_go_to_the_disk_alone() -> None:
     events: list[Event] = []
     state = {"w": np.ones(1000)}
     places = hf.Tiers(hf.HostMemory(), "run")
@@ -216,7 +222,7 @@ def test_memory_comes_first_once_and_before_a_place(places: list[Any]) -> None:
         hf.Tiers(*places)
 
 
-def test_workers_that_are_killed_come_back_from_memory_and_disks(place: Path) -> None:
+def test_workers_that_are_killed_come_back_from_memory_and_disks() -> None:
     command = [sys.executable, "-m", "crash.memory", "--rounds", "4", "--seed", "1"]
     ended = subprocess.run(
         command, cwd=TESTS, check=False, capture_output=True, text=True, timeout=2 * PATIENCE_SECONDS

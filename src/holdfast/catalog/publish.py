@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import cache
 from typing import Any, Final
 
@@ -56,6 +56,7 @@ class Receipts(msgspec.Struct, frozen=True):
         return sum(reference.size_bytes for reference in self.references)
 
 
+_FINITE: Final = Nonfinite()
 _NAMED_LIBRARIES: Final = ("torch", "numpy", "jax", "keras")
 
 
@@ -65,9 +66,16 @@ def make_manifest(
     *,
     metrics: Mapping[str, float],
     metadata: Mapping[str, Any],
-    nonfinite: Nonfinite | None = None,
+    exempt: Collection[str] | None = None,
 ) -> Manifest:
-    """Returns the manifest of a step whose bytes are known; `nonfinite` says what of the state is not finite."""
+    """Returns the manifest of a step whose bytes are known.
+
+    The leaves that were not finite in the run's first checkpoint are `exempt`; None if this is the first.
+    """
+    found = receipts.nonfinite
+    nonfinite = None if found is None else _FINITE
+    if found or exempt:
+        nonfinite = Nonfinite.of(found or (), receipts.nonfinite_count, exempt)
     features = set(receipts.features)
     features |= {REFERENCES} if receipts.references else set()
     features |= {SHARDS} if len(receipts.workers) > 1 else set()

@@ -36,7 +36,7 @@ class HostBuffer:
     it at a time.
 
     Attributes:
-        count: How many places there are that the image of a save may lie at.
+        count: How many places there are for the image of a save.
         memory: The memory of the next image; None before there is any.
     """
 

@@ -23,7 +23,15 @@ from holdfast.save.copy_plan import PART_BYTES, Copy, Job, Move, plan_copies
 from holdfast.save.host_memory import HostBuffer
 from holdfast.state import CaptureCache, Captured, check_capture
 from holdfast.state.finite import FloatTable, list_trained
-from holdfast.state.leaves import ArrayBackend, ArraySpec, DeviceCopier, Transfer, aliases_of
+from holdfast.state.leaves import (
+    ArrayBackend,
+    ArraySpec,
+    DeviceCopier,
+    Transfer,
+    aliases_of,
+    find_addresses,
+    find_versions,
+)
 from holdfast.storage.buffers import batches
 
 _PINNED_PART_BYTES: Final = 64 << 20
@@ -312,13 +320,14 @@ class Staging:
 
     def check_unchanged(self) -> None:
         """**Thread-safe.** Raises `ChangedError` if a held array has changed since its capture, or has other memory."""
-        captured = self.captured
+        captured, kept = self.captured, self.kept  # Nothing is kept once the save has ended.
+        backends, arrays = [captured.backends[place] for place in kept], [*kept.values()]
+        # All at once: of thousands of arrays each one asked by itself would hold up the step.
+        found = zip(kept, find_versions(backends, arrays), find_addresses(backends, arrays), strict=True)
         changed = [
             captured.names[place]
-            # None is kept once the save has ended.
-            for place, kept in self.kept.items()
-            if captured.backends[place].versions([kept])[0] != captured.held[place]
-            or captured.backends[place].address(kept) != captured.addresses[place]
+            for place, version, address in found
+            if (version, address) != (captured.held[place], captured.addresses[place])
         ]
         if changed:
             more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""

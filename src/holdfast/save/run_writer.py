@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
@@ -37,7 +37,6 @@ from holdfast.format.records import (
     Base,
     LateMetrics,
     Manifest,
-    Nonfinite,
     make_base,
 )
 from holdfast.policies import RetentionPolicy, find_modes
@@ -54,9 +53,6 @@ from holdfast.storage.protocol import Storage
 
 if TYPE_CHECKING:
     from holdfast.save.joint.protocol import CommitProtocol
-
-
-_FINITE: Final = Nonfinite()
 
 
 class CheckpointWriter(Protocol):
@@ -274,12 +270,9 @@ class RunWriter(CheckpointWriter):
         self._incremental = Incremental(self._run) if incremental else None
         # The leaves that were not finite in the run's first checkpoint; None before there is one.
         self.exempt: frozenset[str] | None = None
-        # The images in memory that outlives this process; and the manifest of the newest, of one worker alone.
-        self._memory = None if copier is None else copier.memory
-        self._kept: Manifest | None = None
         # What refers to earlier steps has to know which of them stay, and all that has changed. An image in memory is
         # to be whole before the first byte is written.
-        self.writes_early = not incremental and self._memory is None
+        self.writes_early = not incremental and (copier is None or not copier.keeps_images)
 
     def leave_generation(self) -> None:
         """See `CheckpointWriter`."""
@@ -415,8 +408,8 @@ class RunWriter(CheckpointWriter):
         make_part: Callable[[Receipts], bytes] | None = None,
     ) -> StepFiles:
         """See `CheckpointWriter`. Of several workers, `make_part` makes this worker's report to the leader."""
-        if self._memory is not None and self._memory.is_open:
-            plan = self._keep(snapshot, name, request, digest_plan(snapshot, pool), make_part)
+        if self.copier is not None and self.copier.keeps_images:
+            plan = self._keep_image(self.copier, snapshot, name, request, digest_plan(snapshot, pool), make_part)
             return StepFiles(snapshot, self._run.storage, name, plan)
         if self._incremental is None:
             return StepFiles(snapshot, self._run.storage, name)
@@ -429,9 +422,10 @@ class RunWriter(CheckpointWriter):
         """See `CheckpointWriter`."""
         if not self._run.storage.traits.has_directories:
             self._undecided |= {name}
-        found, manifest = receipts.nonfinite, self._kept
-        if manifest is None or manifest.name != name:
-            manifest = self._make_manifest(receipts, name, metrics, metadata)
+        found, manifest = (
+            receipts.nonfinite,
+            make_manifest(receipts, name, metrics=metrics, metadata=metadata, exempt=self.exempt),
+        )
         try:
             commit(self._run, manifest, token=self._token)
         except StorageError as error:
@@ -445,17 +439,9 @@ class RunWriter(CheckpointWriter):
             self._incremental.mark_committed()
         return manifest
 
-    def _make_manifest(
-        self, receipts: Receipts, name: StepName, metrics: Mapping[str, float], metadata: Mapping[str, Any]
-    ) -> Manifest:
-        found = receipts.nonfinite
-        nonfinite = None if found is None else _FINITE
-        if found or self.exempt:
-            nonfinite = Nonfinite.of(found or (), receipts.nonfinite_count, self.exempt)
-        return make_manifest(receipts, name, metrics=metrics, metadata=metadata, nonfinite=nonfinite)
-
-    def _keep(
+    def _keep_image(
         self,
+        copier: StepCopier,
         snapshot: Snapshot,
         name: StepName,
         request: SaveRequest,
@@ -482,10 +468,11 @@ class RunWriter(CheckpointWriter):
             exempt=None if self.exempt is None else tuple(sorted(self.exempt)),
         )
         if make_part is None:
-            self._kept = self._make_manifest(receipts, name, request.metrics, request.metadata)
-            record = msgspec.structs.replace(record, manifest=seal(self._kept))
-        if self._memory is not None:
-            self._memory.keep(record)
+            manifest = make_manifest(
+                receipts, name, metrics=request.metrics, metadata=request.metadata, exempt=self.exempt
+            )
+            record = msgspec.structs.replace(record, manifest=seal(manifest))
+        copier.keep_image(record)
         return msgspec.structs.replace(plan, index=index)
 
     def note_committed(self, nonfinite: Sequence[str]) -> None:
@@ -514,8 +501,8 @@ class RunWriter(CheckpointWriter):
 
     def forget_image(self) -> None:
         """Called when the image of the save, if there is one, is not to be restored."""
-        if self._memory is not None and self._attempts:
-            self._memory.forget(self._attempts[0])
+        if self.copier is not None and self._attempts:
+            self.copier.forget_image(self._attempts[0])
 
     def check_valid(self) -> None:
         """See `CheckpointWriter`: if a file of this job's is gone, another job may have removed it, or the run."""

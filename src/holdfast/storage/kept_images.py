@@ -1,6 +1,6 @@
 """Images of saves in memory that outlives its process, as a storage that is only read.
 
-An image has the bytes of one worker's data file. Beside it lies a record, in memory of its own, which is there only
+An image has the bytes of one worker's data file. Its record is in memory of its own, and is there only
 while the image is whole. Neither is trusted: the record has a digest, and the digests in it are those of the bytes.
 """
 

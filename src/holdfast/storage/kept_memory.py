@@ -17,10 +17,9 @@ from typing import Final
 from holdfast.format.names import StepName
 from holdfast.numbers import check_whole
 from holdfast.storage.kept_images import ImageRecord, KeptImage, KeptImages
-from holdfast.supervise.channel import receive, tell
 from holdfast.supervise.client import find_own_place
 from holdfast.supervise.keeper import PATIENCE_SECONDS
-from holdfast.supervise.launch import KEEPER, make_command
+from holdfast.supervise.launch import KEEPER, make_command, receive, tell
 
 _TALK_SECONDS: Final = 10.0
 _TRIES: Final = 3

@@ -15,9 +15,8 @@ import sys
 from pathlib import Path
 from typing import Final, NoReturn
 
-from holdfast.supervise.channel import receive, tell
 from holdfast.supervise.imports import find_record
-from holdfast.supervise.launch import find_flags, make_command
+from holdfast.supervise.launch import find_flags, make_command, receive, tell
 from holdfast.supervise.linux import open_signals, read_signal
 from holdfast.supervise.node import ProcessLimits
 from holdfast.supervise.program import Program

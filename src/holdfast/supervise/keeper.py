@@ -1,8 +1,8 @@
 """Keeps memory of training programs beyond their deaths: one process for each run on this machine.
 
 A worker connects, says who it is, and gets the memory that an earlier one of its place left; what it hands over is held
-here from then on. Memory is handed on only when every process of an earlier start has ended, as the kernel says, so
-nobody writes into it any more. If no start follows, what was not written is written by a process that this one starts,
+here from then on. A worker gets memory only when every process of an earlier start has ended, as the kernel says, so
+no other one writes into it any more. If no start follows, a process that this one starts writes what was not written,
 and the memory goes.
 """
 
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from holdfast.supervise.channel import receive, tell
+from holdfast.supervise.launch import receive, tell
 from holdfast.supervise.linux import open_signals, read_signal
 
 PATIENCE_SECONDS: Final = 10.0
@@ -60,13 +60,13 @@ class Keeper:
         self._images: dict[tuple[int, int], list[int]] = {}
         self._clients: list[KeptClient] = []
         self._signals = open_signals([signal.SIGTERM])
-        # From when on nobody has been here; and what writes the rest.
+        # When the last one has left; and what writes the rest.
         self._left_at = time.monotonic()
         self._is_new, self._is_last = True, False
         self._writing: subprocess.Popen[bytes] | None = None
 
     def serve(self) -> None:
-        """Serves until nobody is here and nothing is kept."""
+        """Serves until no client is left and nothing is kept."""
         while not self._is_over():
             now = time.monotonic()
             ends = [client.until for client in self._clients if client.until]
@@ -167,7 +167,7 @@ class Keeper:
         self._left_at = time.monotonic()
 
     def _go_on(self) -> None:
-        """Has what was not written written, once nobody has come for as long as memory is kept."""
+        """Starts what writes the rest, once no client has come for as long as memory is kept."""
         if self._clients or self._writing is not None or not self._images:
             return
         if not self._is_last and time.monotonic() < self._left_at + self._keep_seconds:
@@ -186,7 +186,7 @@ def main(descriptor: int, path: str, keep_seconds: float, finisher: list[str]) -
     Args:
         descriptor: The socket that it listens at.
         path: Its path.
-        keep_seconds: How long memory is kept that nobody comes for.
+        keep_seconds: How long memory is kept that no client comes for.
         finisher: The command that writes what was not written.
     """
     if os.fork():

@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from holdfast.supervise.board import ENVIRONMENT, Board, Reading
-from holdfast.supervise.channel import receive, tell
-from holdfast.supervise.launch import KEEPER, make_command
+from holdfast.supervise.launch import KEEPER, make_command, receive, tell
 from holdfast.supervise.linux import adopt_orphans, end_with_parent, list_children, open_signals, read_signal
 from holdfast.supervise.program import WORDS_BYTES, Program, read_words, show_as
 from holdfast.supervise.restarts import INTERRUPTED, PREEMPTED, End, LastError, Options, RestartVerdict, decide

@@ -15,9 +15,10 @@ from holdfast.format.records import Manifest, decode_manifest
 from holdfast.options import SaveOptions
 from holdfast.policies import KeptCandidate, RetentionPolicy
 from holdfast.save.host_memory import HostBuffer
-from holdfast.save.kept_buffer import KeptBuffer
+from holdfast.storage.kept_images import ImageRecord
 from holdfast.storage.tiers import Tiers
 from holdfast.tiering.hop import Hop
+from holdfast.tiering.kept_buffer import KeptBuffer
 from holdfast.tiering.workers import Nearby, complete_newest, find_nearby
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ class TierCopier:
 
     Attributes:
         keep: What is kept in the nearest tier.
-        memory: The images in memory that outlives this process, or None.
+        keeps_images: True if the image of each save is to be kept in memory that outlives this process.
     """
 
     def __init__(self, tiers: Tiers, keep: RetentionPolicy, nearby: Nearby, emit: Sink) -> None:
@@ -66,7 +67,8 @@ class TierCopier:
         self._is_left = False
         # True once nothing more is to be copied; and if the newest image in memory is in the nearest tier, too.
         self._is_abandoned = self._is_written = False
-        self.memory = tiers.memory
+        self._memory = tiers.memory
+        self.keeps_images = tiers.memory is not None
         self._tiers, self._emit, self.keep = tiers, emit, tiers.tiers[0].policy or keep
         self._hops = [Hop(tiers, number, keep, nearby, emit) for number in range(1, len(tiers.tiers))]
 
@@ -90,11 +92,22 @@ class TierCopier:
         for hop in self._hops:
             hop.wake()
 
+    def keep_image(self, record: ImageRecord) -> None:
+        """See `StepCopier`."""
+        self._is_written = False
+        if self._memory is not None and self._memory.is_open:
+            self._memory.keep(record)
+
+    def forget_image(self, name: StepName) -> None:
+        """See `StepCopier`."""
+        if self._memory is not None:
+            self._memory.forget(name)
+
     def make_buffer(self) -> HostBuffer:
         """Returns the memory for the images of saves."""
-        if self.memory is None:
+        if self._memory is None:
             return HostBuffer()
-        return KeptBuffer(self.memory, lambda text: self._emit(Warned(text=text, by_each=True)))
+        return KeptBuffer(self._memory, lambda text: self._emit(Warned(text=text, by_each=True)))
 
     def note_metrics(self, name: StepName) -> None:
         """Called when a step has got more metrics."""
@@ -163,8 +176,8 @@ class TierCopier:
         self.abandon()
         for hop in self._hops:
             hop.join(max(end_at - time.monotonic(), 1.0))
-        if self.memory is not None:
-            self.memory.close(is_done=self._is_written and not is_abandoned)
+        if self._memory is not None:
+            self._memory.close(is_done=self._is_written and not is_abandoned)
 
     def abandon(self) -> None:
         """Ends the threads, and waits for nothing."""

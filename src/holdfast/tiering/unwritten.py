@@ -1,7 +1,7 @@
 """The start of a job whose run has images in memory: a save that was copied by a dead process is written now.
 
-All workers agree on the newest save of which every part lies whole in the memory of some machine. If no tier has it,
-each machine writes its parts, and the manifest follows. What is restored then, lies in memory and on a disk.
+All workers agree on the newest save of which every part is whole in the memory of some machine. If no tier has it,
+each machine writes its parts, and the manifest follows. The step is then in memory and in a tier.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from holdfast.cluster.peers import Peers
 from holdfast.errors import HoldfastError
 from holdfast.format.digests import seal, unseal
 from holdfast.format.names import StepName, generation_path, parse_step_directory
-from holdfast.format.records import Nonfinite, Opening
+from holdfast.format.records import Opening
 from holdfast.process.terminal import inform
 from holdfast.restore.copying import RunCopier
 from holdfast.restore.engine import make_agreement
@@ -32,7 +32,7 @@ from holdfast.tiering.workers import Nearby
 _WHAT = "the start of the job"
 
 
-class Offer(msgspec.Struct, frozen=True):
+class ImageOffer(msgspec.Struct, frozen=True):
     """An image that a worker can read.
 
     Attributes:
@@ -45,7 +45,7 @@ class Offer(msgspec.Struct, frozen=True):
 
 
 class Unwritten(msgspec.Struct, frozen=True):
-    """What is to be written of memory.
+    """The save that is to be written from memory.
 
     Attributes:
         directory: The step; empty if there is none.
@@ -63,7 +63,7 @@ def open_memory(
 ) -> bool:
     """**Collective.** **Blocks.** Finds what earlier processes left in memory, and writes what was not written.
 
-    If it cannot be written, that is said, and the run goes on from its newest step.
+    If it cannot be written, a warning says so, and the run goes on from its newest step.
 
     Returns:
         True if a step was added to the run.
@@ -76,11 +76,11 @@ def open_memory(
         say(f"nothing is kept in memory, {memory.problem}")
     goal = tiers.nearest if nearby.is_common else tiers.tiers[-1].storage
     offers = [
-        Offer(msgspec.structs.replace(record, index=b""), memory.keeper) for record in memory.images.list_records()
+        ImageOffer(msgspec.structs.replace(record, index=b""), memory.keeper) for record in memory.images.list_records()
     ]
 
     def decide(records: list[bytes]) -> bytes:
-        each = [msgspec.json.decode(one, type=tuple[str, list[Offer]]) for one in records]
+        each = [msgspec.json.decode(one, type=tuple[str, list[ImageOffer]]) for one in records]
         found = choose_unwritten(goal, [offer for _, some in each for offer in some])
         return msgspec.json.encode(msgspec.structs.replace(found, keepers=tuple(keeper for keeper, _ in each)))
 
@@ -112,7 +112,7 @@ def open_memory(
     return True
 
 
-def choose_unwritten(goal: Storage, offers: Sequence[Offer]) -> Unwritten:
+def choose_unwritten(goal: Storage, offers: Sequence[ImageOffer]) -> Unwritten:
     """**Blocks.** Returns the newest save that is whole in memory, if it continues the run and no tier has it."""
     records: defaultdict[StepName, dict[int, ImageRecord]] = defaultdict(dict)
     for offer in offers:
@@ -140,8 +140,7 @@ def _make_manifest(name: StepName, records: Sequence[ImageRecord]) -> bytes:
 
     first = records[0]
     receipts = put_together([msgspec.json.decode(one.part, type=PartRecord) for one in records])
-    nonfinite = Nonfinite.of(receipts.nonfinite or (), receipts.nonfinite_count, first.exempt)
-    return seal(make_manifest(receipts, name, metrics=first.metrics, metadata=first.metadata, nonfinite=nonfinite))
+    return seal(make_manifest(receipts, name, metrics=first.metrics, metadata=first.metadata, exempt=first.exempt))
 
 
 def main(url: str) -> None:
