@@ -64,7 +64,7 @@ FOR_HOLDFAST: Final[dict[str, set[str]]] = {
     },
     "NodeCheckpointManager": {"init"},
     "ResumableSampler": {"look", "count_complete", "has_taken_last", "skip"},
-    "Run": {"save_last", "warn", "pass_boundary"},
+    "Run": {"save_last", "warn", "pass_boundary", "go_on_by_restart"},
     "SaveHandle": {"has_place", "must_be_replaced", "is_joint", "reach", "try_cancel", "wait_served"},
     **dict.fromkeys(("Session", "LocalSession", "TorchrunSession", "RaySession"), SESSION),
     "Task": {"nodes_in", "note_results"},
