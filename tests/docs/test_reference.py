@@ -56,6 +56,7 @@ FOR_HOLDFAST: Final[dict[str, set[str]]] = {
         "describe_cost",
         "follow_epochs",
         "follow_nonfinite",
+        "wait_copied",
         "wait_until_free",
     },
     "Job": {"freeze", "named_nodes", "stop_outputs", "stop_group", "has_stop_condition"},

@@ -481,8 +481,10 @@ class Run:
             self.manager.wait()
             if (order := self._guard.orders.pending) is not None:
                 raise self._rollbacks.make_error(order.cause, step)  # No step comes at which it would be carried out.
-            self._guard.pass_end(step)
+            self._guard.pass_end(step, last)
             self._watchdog.ledger.end()
+            if not self.manager.wait_copied(self._guard.is_asked_to_leave):
+                self._guard.pass_end(step, last)
             self.manager.__exit__(None, None, None)
             self._announcements.end(self.manager, step, self._total)
         except Exception as error:
