@@ -7,6 +7,7 @@
 * `NoCheckpointError`: there is nothing to restore. Start from the beginning, or check the directory.
 * `ResumeDiffersError`: a restart did not repeat what was trained before. Find the cause, or allow it.
 * `NotFiniteError`: parameters or optimizer states have nan or an infinity. Go back, or leave out the cause.
+* `RolledBackError`: training goes on from an earlier step in a new process. Start it.
 * `SaveFailedError`: an earlier save failed in the background. Continue, or stop.
 * `TaskFailedError`: a task of an epoch job raised. Fix it, and start the job again: it resumes from the last epoch.
 * `NodeLostError`: a node of an epoch job is gone. Start the job again, or let the session replace it.
@@ -176,6 +177,18 @@ class NotFiniteError(HoldfastError):
 
     Attributes:
         step: The step; or the one to which training has gone back too often.
+    """
+
+    def __init__(self, message: str, *, step: int, hint: str = "") -> None:
+        super().__init__(message, hint=hint)
+        self.step = step
+
+
+class RolledBackError(HoldfastError):
+    """Training has gone back to an earlier step, and goes on there in a new process: its framework cannot go back.
+
+    Attributes:
+        step: That step.
     """
 
     def __init__(self, message: str, *, step: int, hint: str = "") -> None:

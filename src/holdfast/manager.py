@@ -421,8 +421,7 @@ class CheckpointManager:
             remove_rings(self.storage)  # What lies beyond is not repeated.
         went_back = lineage.origin.start_from if start_from is None else start_from
         sources = () if step is None else (restoration.name,)
-        exempt = restoration.manifest.exempt
-        origin = Origin(restoration.name, restoration.seen_generation, sources, went_back, exempt)
+        origin = Origin(restoration.name, restoration.seen_generation, sources, went_back, restoration.manifest.exempt)
         self._engine.leave_generation()
         lineage.note_restored(origin, restoration.step)
         self._begin_from(restoration.step)
@@ -445,6 +444,10 @@ class CheckpointManager:
         self.lineage.settle(timeout_seconds)
         if failures := self._failures.take(last=False):
             raise_newest(failures)
+
+    def wait_copied(self, is_asked: Callable[[], bool]) -> bool:
+        """**Blocks.** See `StepCopier`; True at once for a run without tiers."""
+        return self._engine.tidier.wait_copied(self.timeout_seconds, is_asked)
 
     def steps(self) -> tuple[int, ...]:
         """**Blocks.** Returns the committed steps of the current lineage, oldest first."""

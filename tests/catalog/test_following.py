@@ -69,6 +69,22 @@ def test_a_pinned_step_stays_until_it_is_unpinned(tmp_path: Path) -> None:
         hf.unpin(run)
 
 
+def test_pin_of_what_is_not_there_says_what_is(tmp_path: Path) -> None:
+    save(tmp_path / "gpt", 1)
+    for verb in ("pin", "unpin"):
+        missing = holdfast(verb, tmp_path / "gtp@1")
+        assert missing.returncode == 3
+        assert f"there is no directory {tmp_path}/gtp" in missing.stderr
+        assert f"Did you mean {tmp_path}/gpt?" in missing.stderr
+        step = holdfast(verb, tmp_path / "gpt" / "step-000000001.g0001")
+        assert step.returncode == 2
+        assert "Write RUN@STEP" in step.stderr
+    other = holdfast("pin", tmp_path / "gpt@7")
+    assert other.returncode == 3
+    assert "step 7" in other.stderr
+    assert not hf.unpin(tmp_path / "gpt@1")
+
+
 def test_a_lease_ends_when_the_job_has_seen_no_change_for_a_minute(tmp_path: Path) -> None:
     storage = LocalStorage(tmp_path)
     watch, name = HoldWatch(storage), StepName(5, 1)
@@ -261,9 +277,14 @@ def test_a_command_is_run_for_each_step(tmp_path: Path) -> None:
     assert "step 1: the command ended with exit code 1" in first.stderr
     again = holdfast("follow", *command)
     assert (again.returncode, again.stdout) == (0, "")
-    lines = holdfast("follow", "--idle", "100ms", "--json", run)
-    assert json.loads(lines.stdout)["step"] == 2
-    assert holdfast("follow", run, "--every").returncode == 2
+    # Options may come after RUN, too.
+    for words in (("--idle", "100ms", "--json", run), (run, "--idle", "100ms", "--json"), ("--json", run, "--idle=1s")):
+        assert json.loads(holdfast("follow", *words).stdout)["step"] == 2
+    echoed = holdfast("follow", run, "--idle", "100ms", "--name", "last", "--", "echo", "--every", "{step}")
+    assert (echoed.returncode, echoed.stdout) == (0, "--every 2\n")
+    refused = holdfast("follow", run, "python", "evaluate.py")
+    assert refused.returncode == 2
+    assert "Write the command after `--`: -- python evaluate.py" in refused.stderr
 
 
 def test_wrong_arguments_and_objects_are_named(tmp_path: Path) -> None:

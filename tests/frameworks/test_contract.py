@@ -6,9 +6,11 @@ import json
 import os
 import re
 import signal
+from collections import Counter
 from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -348,3 +350,88 @@ def test_wrong_option_is_refused_at_creation(tmp_path: Path, name: str, options:
     with pytest.raises(hf.errors.UsageError, match=words):
         make_run(name, tmp_path, **options)
     assert not [*tmp_path.iterdir()]
+
+
+BAD_PROGRAM, BAD_STEPS = "gone_bad_fit.py", 18
+"""Its steps, without a bad one."""
+GOING_BAD = [pick(name) for name in INTEGRATIONS if name != "keras-tensorflow"]
+
+
+def train_until_bad(name: str, directory: Path, on_nonfinite: str, bad_step: int, ends_with: int) -> Life:
+    framework = INTEGRATIONS[name]
+    given = (directory, name.partition("-")[0], on_nonfinite, str(bad_step))
+    life = Life(BAD_PROGRAM, *given, preload=framework.preload, variables=dict(framework.variables))
+    assert life.end() == ends_with, life.errors
+    return life
+
+
+def read_steps(life: Life) -> list[tuple[int, list[int]]]:
+    records = [json.loads(line) for line in life.lines if line.startswith('{"step"')]
+    return [(record["step"], record["samples"]) for record in records]
+
+
+def check_weights(life: Life, trained: list[list[int]]) -> None:
+    """The weight of each sample says how often that was trained."""
+    counts = Counter(chain.from_iterable(trained))
+    found: list[float] = json.loads(life.lines[-1])["weights"]
+    assert found == pytest.approx([1 - 0.95 ** counts[number] for number in range(24)], abs=2e-5)
+
+
+def saved(directory: Path) -> list[int]:
+    return [name.step for name in StoredRun(open_storage(directory)).look().living]
+
+
+@pytest.mark.parametrize("name", GOING_BAD)
+def test_a_fit_whose_weights_become_nan_warns_or_ends_as_told(tmp_path: Path, name: str) -> None:
+    warned = train_until_bad(name, tmp_path / "warned", "warn", 9, 0)
+    assert "step 10 is not finite: nan or infinity in " in warned.errors
+    assert "metrics/" not in warned.errors or name == "keras-jax"  # Of JAX all arrays count.
+    assert saved(tmp_path / "warned") == [8, BAD_STEPS]  # As LastGood and Latest keep.
+    for bad_step in (9, 0):  # And so does the next start.
+        raised = train_until_bad(name, tmp_path / "raised", "raise", bad_step, 1)
+        assert "NotFiniteError: step 10 is not finite" in raised.errors
+        assert "Step 8 is the newest good one" in raised.errors
+        assert read_steps(raised)[-1][0] in (10, 11)
+
+
+@pytest.mark.parametrize("bad_step", [9, 11], ids=["within_an_epoch", "into_the_next_epoch"])
+@pytest.mark.parametrize("name", GOING_BAD)
+def test_a_fit_goes_back_and_its_next_start_trains_other_batches(tmp_path: Path, name: str, bad_step: int) -> None:
+    untouched = read_steps(train_until_bad(name, tmp_path / "untouched", "rollback", 0, 0))
+    assert [step for step, _ in untouched] == list(range(1, BAD_STEPS + 1))
+    first = train_until_bad(name, tmp_path / "run", "rollback", bad_step, 1)
+    good, last = bad_step - 1, read_steps(first)[-1][0]
+    assert last in (bad_step + 1, bad_step + 2)
+    assert "RolledBackError" in first.errors
+    assert f"went back from step {last} to step {good}, without what was drawn since" in first.errors
+    assert "Start the program again" in first.errors
+    assert saved(tmp_path / "run")[-1] == good
+    second = train_until_bad(name, tmp_path / "run", "rollback", 0, 0)
+    trained = read_steps(second)
+    assert [step for step, _ in trained] == list(range(good + 1, good + 1 + BAD_STEPS - last))
+    # What is trained is what an untouched run trains, without the batches that were left out, and in its order.
+    samples = [found for _, found in (*untouched[:good], *untouched[last:])]
+    assert read_steps(first)[:good] == untouched[:good]
+    assert [found for _, found in trained] == samples[good:]
+    check_weights(second, samples)
+    assert "was repeated with" not in second.errors
+
+
+def test_a_third_time_to_one_step_is_an_error_in_later_starts_too(tmp_path: Path) -> None:
+    for _ in range(2):
+        assert "went back from step 11 to step 8" in train_until_bad("accelerate", tmp_path, "rollback", 9, 1).errors
+    assert "training has gone back to step 8 twice" in train_until_bad("accelerate", tmp_path, "rollback", 9, 1).errors
+
+
+@pytest.mark.parametrize("name", [pick("accelerate"), pick("transformers"), pick("lightning")])
+def test_two_workers_of_a_fit_go_back_to_the_same_step(tmp_path: Path, name: str) -> None:
+    def train_both(bad_step: int, ends_with: int) -> tuple[Any, ...]:
+        given = (tmp_path, name, "rollback", str(bad_step))
+        return live_together(BAD_PROGRAM, *given, preload=INTEGRATIONS[name].preload, ends_with=ends_with)
+
+    first = train_both(4, 1)
+    assert all("RolledBackError" in life.errors for life in first)
+    last = {read_steps(life)[-1][0] for life in first}
+    assert len(last) == 1
+    second = train_both(0, 0)
+    assert {read_steps(life)[0][0] for life in second} == {saved(tmp_path)[0] + 1}

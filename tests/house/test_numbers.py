@@ -291,7 +291,8 @@ if importlib.util.find_spec("torch") is None:  # pragma: no cover
 NOT_GIVEN_BY_USERS = {
     "SaveHandle.reach",
     # As a storage: called by it.
-    *(f"Tiers.{method}" for method in ("avoid", "create", "discard", "find", "is_up", "note_down", "note_up", "read")),
+    *(f"Tiers.{method}" for method in ("avoid", "create", "discard", "find", "hasten", "is_full", "is_up")),
+    *(f"Tiers.{method}" for method in ("note_down", "note_up", "read", "rests_until", "takes")),
     *("CheckpointManager.follow_epochs", "CheckpointManager.follow_nonfinite", "ResumableSampler.skip"),
     # Made by holdfast, and handed to the user; or called by it.
     *(

@@ -15,6 +15,7 @@ import torch
 
 import holdfast
 import preloaded
+from command_line import call, call_json, lines_of
 from holdfast.catalog import StoredRun
 from holdfast.errors import NotFiniteError
 from holdfast.events import Event, NotFinite
@@ -126,6 +127,24 @@ def test_the_newest_good_step_stays(tmp_path: Path) -> None:
     assert [*judged(tmp_path / "a")] == [3, 6]
     train(tmp_path / "b", 6, {4: "0.weight"}, keep=holdfast.LastGood(2))
     assert [*judged(tmp_path / "b")] == [2, 3, 6]
+
+
+def test_list_and_show_name_the_steps_that_are_not_finite(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    train(run, 4, {2: "exp_avg", 3: "0.weight", 4: "0.weight"}, keep=holdfast.All())
+    holdfast.pin(f"{run}@2")
+    _, *rows = lines_of(call("list", run).stdout)
+    assert [row[7] for row in rows] == ["-", "not_finite,pinned", "not_finite", "newest,not_finite"]
+    page = call("list", run, "--human").stdout
+    assert "not finite, pinned" in page
+    assert "newest, not finite" in page
+    good, bad, *_ = call_json("list", run)["steps"]
+    assert (good["is_finite"], good["nonfinite"]) == (True, {"leaves": 0, "names": [], "exempt": []})
+    names = ["optimizer/state/model.0.weight/exp_avg"]
+    assert (bad["is_finite"], bad["nonfinite"]) == (False, {"leaves": 1, "names": names, "exempt": []})
+    assert call_json("show", f"{run}@2")["nonfinite"]["names"] == names
+    assert f"nan or infinity in {names[0]}\n" in call("show", f"{run}@2").stdout
+    assert "not finite" not in call("show", f"{run}@1", "--human").stdout
 
 
 def test_last_good_looks_at_metrics() -> None:

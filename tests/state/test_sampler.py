@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from holdfast.errors import MismatchError, UsageError
 from holdfast.format.digests import derive, mix
 from holdfast.state.capture import capture_objects
-from holdfast.state.data.order import MAX_LENGTH, Permutation
+from holdfast.state.data.order import MAX_LENGTH, Batches, Permutation
 from holdfast.state.data.sampler import ResumableSampler
 from holdfast.state.match.matching import match_objects
 
@@ -803,6 +803,21 @@ def test_all_workers_have_as_many_batches_and_as_many_samples(
     assert together[: len(alone)] == alone
     # Only data that are fewer than the workers are not enough for one epoch.
     assert len(together) == len(alone) or length < len(together) == world_size
+
+
+@given(st.integers(0, 30), st.integers(1, 6), st.integers(1, 4), st.booleans(), st.integers(0, 30), st.integers(0, 90))
+def test_a_way_of_many_batches_ends_where_single_ones_do(
+    length: int, batch_size: int, world_size: int, drop_last: bool, place: int, batches: int
+) -> None:
+    cut = Batches(length, max(batch_size, world_size), drop_last, 0, world_size)
+    epoch, place = 3, min(place, length)
+    moved = cut.move(epoch, place, batches)
+    for _ in range(batches if cut.count_from(0) else 0):
+        if not cut.count_from(place):
+            epoch, place = epoch + 1, 0
+        further, place = cut.end_of(place)
+        epoch += further
+    assert moved == (epoch, place)
 
 
 @pytest.mark.parametrize(("rank", "world_size"), [(1, 1), (-1, 2), (0, 0), (0, 9), (0, 1.5), (True, 2)])

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 import shutil
+import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -26,14 +26,14 @@ from holdfast.errors import (
     StorageFullError,
     UsageError,
 )
-from holdfast.events import Committed, Copied, Event, PassedOver, Restored, Warned
+from holdfast.events import Committed, Copied, PassedOver, Restored
 from holdfast.format.names import StepName
 from holdfast.jobs import UploadTo
 from holdfast.storage import LocalStorage
-from holdfast.storage.protocol import Storage
 from patience import PATIENCE_SECONDS
 from places import TESTS
 from repetitions import repeated
+from tier_jobs import Job, started, steps_in, wait_until
 
 
 class Distant(LocalStorage):
@@ -72,48 +72,9 @@ class Distant(LocalStorage):
         super().make_directory(path)
 
 
-class Job:
-    """A process that trains, as far as a manager knows."""
-
-    def __init__(self, *places: Any, **options: Any) -> None:
-        self.events: list[Event] = []
-        self.state = {"w": np.zeros(5000)}
-        self.tiers = hf.Tiers(*places)
-        checkpoint = hf.Checkpoint(state=self.state)
-        self.manager = hf.CheckpointManager(self.tiers, checkpoint, sinks=[self.events.append], **options)
-
-    def save(self, step: int) -> hf.SaveHandle:
-        self.state["w"][:] = step
-        return self.manager.save(step)
-
-    def save_all(self, *steps: int, tier: int | None = -1) -> None:
-        for step in steps:
-            self.save(step).wait_committed(tier=tier)
-        self.manager.wait()
-
-    def restore(self) -> int | None:
-        self.state["w"][:] = -1
-        restored = self.manager.restore()
-        assert restored is None or (self.state["w"] == restored.step).all()
-        return None if restored is None else restored.step
-
-    def texts(self, kind: type[Event] = Warned) -> list[str]:
-        return [str(event) for event in self.events if isinstance(event, kind)]
-
-    def die(self) -> None:
-        self.manager.abandon()
-
-
-def steps_in(place: Path | Storage) -> list[int]:
-    storage = LocalStorage(place) if isinstance(place, Path) else place
-    return [name.step for name in StoredRun(storage).look(closely=True).committed]
-
-
-def wait_until(is_so: Callable[[], bool]) -> None:
-    end_at = time.monotonic() + PATIENCE_SECONDS
-    while not is_so():
-        assert time.monotonic() < end_at, "it does not come"
-        time.sleep(0.02)
+@pytest.fixture
+def far(tmp_path: Path) -> Path:
+    return tmp_path / "far"
 
 
 @pytest.fixture
@@ -122,22 +83,9 @@ def near(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def far(tmp_path: Path) -> Path:
-    return tmp_path / "far"
-
-
-@pytest.fixture
 def start() -> Iterator[Callable[..., Job]]:
-    """Starts jobs, and ends those that are left."""
-    jobs: list[Job] = []
-
-    def begin(*places: Any, **options: Any) -> Job:
-        jobs.append(Job(*places, **options))
-        return jobs[-1]
-
-    yield begin
-    for job in jobs:
-        job.die()
+    with started() as start:
+        yield start
 
 
 def test_each_step_is_committed_near_and_copied_on(near: Path, far: Path, start: Callable[..., Job]) -> None:
@@ -510,6 +458,49 @@ def test_a_notice_waits_for_the_farthest_tier_in_time(near: Path, far: Path, is_
     assert found, done.stderr
     assert steps_in(near)[-1:] == [int(found[1])]
     assert steps_in(far)[-1:] == ([int(found[1])] if is_quick else [])
+
+
+ENDED = """
+import sys
+import numpy as np
+import holdfast as hf
+
+far = hf.Tier(sys.argv[2], most_bytes_per_second=int(sys.argv[3]))
+state = {"w": np.zeros(1000)}
+with hf.resumable(hf.Tiers(sys.argv[1], far), state=state, grace=float(sys.argv[4])) as run:
+    for step in run.steps(5):
+        state["w"][:] = step
+"""
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 42)])
+def test_one_signal_ends_the_last_wait_for_copies(near: Path, far: Path, number: int, code: int) -> None:
+    command = [sys.executable, "-c", ENDED, str(near), str(far)]
+    with subprocess.Popen([*command, "10", "2"], stderr=subprocess.PIPE, text=True) as ended:
+        assert ended.stderr is not None
+        told = next(line for line in ended.stderr if "training is done" in line)
+        assert f"are being copied to {far}. Ctrl-C leaves" in told
+        ended.send_signal(number)
+        rest = ended.stderr.read()
+        assert ended.wait(PATIENCE_SECONDS) == code, rest
+    assert f"step 5 is saved (in {near}, not in {far} yet); leaving with exit code {code}." in rest
+    assert (steps_in(near)[-1:], steps_in(far)) == ([5], [])
+    done = subprocess.run([*command, "1000000000", "2"], timeout=PATIENCE_SECONDS, check=False)
+    assert done.returncode == 0
+    assert steps_in(far)[-1:] == [5], "the next start copies it, although it trains nothing"
+
+
+def test_a_copy_that_has_failed_is_tried_once_more_at_the_end(near: Path, far: Path, start: Callable[..., Job]) -> None:
+    bucket = Distant(far)
+    job = start(near, bucket)
+    job.save_all(1)
+    bucket.is_away = True
+    job.save_all(2, tier=None)
+    wait_until(lambda: any("cannot be reached" in text for text in job.texts()))
+    bucket.is_away = False
+    job.manager.close()
+    assert steps_in(far) == [1, 2]
+    assert not any("not in" in text for text in job.texts())
 
 
 def test_a_restore_says_where_it_came_from(near: Path, far: Path, start: Callable[..., Job]) -> None:

@@ -214,6 +214,35 @@ def test_training_goes_on_after_the_last_step_went_back(tmp_path: Path, caplog: 
     assert "from step 12 to step 10, without leaving out a batch" in caplog.text
 
 
+def test_leaving_out_more_batches_than_there_are_ends_with_the_data(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In epochs of `run`; a sampler of its own counts on without drawing, also beyond any number of steps."""
+    loader: DataLoader[Any] = DataLoader(range(5), batch_size=1, shuffle=True)  # type: ignore[arg-type]
+    for again in range(2):  # A restart finds nothing to train either.
+        taken = []
+        with holdfast.resumable(tmp_path / "a", state={}, save_every=2) as run, caplog.at_level("INFO", "holdfast"):
+            for epoch in run.epochs(4):
+                for batch in run.batches(loader):
+                    taken.append((epoch, int(batch)))
+                    run.finish_step()
+                    if run.step == 8:
+                        run.rollback(step=6, skip_batches=10**9)
+        assert len(taken) == (0 if again else 9)
+        assert run.step == 6
+    assert "from step 9 to step 6, without 14 batches, at the end of the last epoch" in caplog.text
+    kept = holdfast.ResumableDataLoader(torch.arange(10.0), batch_size=3)
+    batches = kept.stream()
+    with holdfast.resumable(tmp_path / "b", loader=kept, save_every=2) as run:
+        has_gone = False
+        for step in run.steps(6):
+            next(batches)
+            if step == 3 and not has_gone:
+                has_gone = True
+                run.rollback(step=2, skip_batches=10**15)
+    assert kept.epoch > 10**14
+
+
 def test_an_iterator_of_ones_own_is_refused(tmp_path: Path) -> None:
     loader: DataLoader[Any] = DataLoader(range(100), batch_size=1)  # type: ignore[arg-type]
     with holdfast.resumable(tmp_path / "a", state={}, save_every=2) as run:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from holdfast.format.names import StepName
@@ -59,6 +59,10 @@ class StepCopier(Protocol):
     def reach(self, name: StepName, timeout_seconds: float) -> str:
         """**Blocks.** Waits until a committed step is in the farthest tier that it comes to in time, and describes how
         far it has come, in words."""
+
+    def wait_copied(self, timeout_seconds: float, is_asked: Callable[[], bool]) -> bool:
+        """**Blocks.** Called when training is over: waits until the newest step is in all tiers, or did not come there
+        in one more try. False as soon as the job `is_asked` to leave."""
 
     def close(self, timeout_seconds: float) -> None:
         """**Blocks.** Waits until all is copied, and ends the threads."""

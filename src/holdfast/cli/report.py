@@ -10,6 +10,7 @@ from operator import itemgetter
 from typing import Any, Final, Generic, NamedTuple, TypeVar
 
 import click
+from msgspec import structs
 
 from holdfast.catalog.survey import Found, State
 from holdfast.cli.exit_codes import ExitCode, holdfast_error_fields
@@ -293,13 +294,15 @@ def manifest_fields(manifest: Manifest | None) -> dict[str, Any]:
     """**Pure.** The fields of a manifest, in a JSON document; all null if it is damaged."""
     if manifest is None:
         absent = ("committed_at_unix_seconds", "committed_at", "workers", "metrics", "metadata", "versions")
-        return dict.fromkeys((*absent, "referred_bytes", "references"))
+        return dict.fromkeys((*absent, "is_finite", "nonfinite", "referred_bytes", "references"))
     return {
         **time_fields("committed_at", manifest.committed_at_unix_seconds),
         "workers": manifest.world_size,
         "metrics": manifest.metrics,
         "metadata": manifest.metadata,
         "versions": manifest.versions,
+        "is_finite": None if manifest.nonfinite is None else manifest.facts.is_finite,
+        "nonfinite": None if manifest.nonfinite is None else structs.asdict(manifest.nonfinite),
         "referred_bytes": manifest.referred_bytes,
         "references": [
             {

@@ -36,6 +36,9 @@ IMPORTED_FROM: Final = "imported_from"
 IMPORTED: Final = "imported"
 """The key, in the same metadata, of the names of its objects, its format, and the framework's progress."""
 
+WENT_BACK: Final = "went_back"
+"""The key, in the metadata of a step, of how often training has gone back to it and left out what followed."""
+
 START_NAME: Final = ".holdfast-start"
 """A file in the run's root while a job of several workers begins: the leader writes it, the others must see it."""
 

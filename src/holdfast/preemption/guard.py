@@ -259,14 +259,22 @@ class Guard:
             self._manager.abandon()  # The others come to that save no more.
             raise error
 
-    def pass_end(self, step: int) -> None:
+    def is_asked_to_leave(self) -> bool:
+        """Returns True if this worker, whose training is over, or another one was asked to stop."""
+        plans = self._make_plan(), self._consensus.call
+        return any(plan is not None and plan.action is Action.LEAVE for plan in plans)
+
+    def pass_end(self, step: int, saved: SaveHandle | None) -> None:
         """**Blocks** for a moment. Called when the last step is committed, and the loop is about to be left for good.
+
+        `saved` is the save of that step; None if it was restored.
 
         Raises:
             SystemExit: If this worker, or another one, was asked to stop before it had come this far.
         """
         plan = self._consensus.find_last_call(self._make_plan())
         if plan is not None and plan.action is Action.LEAVE:
+            self._final_save.tried = [] if saved is None else [saved]
             self._leave(step, plan.reason, "", 0.0, problem="", by_hand=plan.by_hand)
 
     def fail(self, error: BaseException) -> HoldfastError | None:

@@ -413,6 +413,10 @@ class Tidier:
         self.recycler.abandon()
         self.leave_copies()
 
+    def wait_copied(self, timeout_seconds: float, is_asked: Callable[[], bool]) -> bool:
+        """**Blocks.** See `StepCopier`; True at once for a run without tiers."""
+        return self.copier is None or self.copier.wait_copied(timeout_seconds, is_asked)
+
     def leave_copies(self) -> None:
         """Copies nothing more into farther tiers: the next start goes on with it."""
         if self.copier is not None:

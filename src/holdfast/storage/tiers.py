@@ -15,44 +15,44 @@ from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Final, NamedTuple, TypeVar
 
-from holdfast.errors import DamageError, FencedError, HoldfastError, NotFoundError, StorageError, UsageError
-from holdfast.format.digests import unseal
+from holdfast.errors import (
+    DamageError,
+    FencedError,
+    HoldfastError,
+    NotFoundError,
+    StorageError,
+    StorageFullError,
+    UsageError,
+)
 from holdfast.format.names import (
     DATA_SUFFIX,
     GENERATIONS_DIRECTORY,
     MANIFEST_NAME,
     START_NAME,
-    base_path,
-    generation_path,
     is_part,
     join,
     parse_generation_file,
     parse_step_directory,
     parse_summary_file,
-    summary_path,
 )
-from holdfast.format.records import MAX_GENERATION_BYTES, Opening
 from holdfast.numbers import check_whole
 from holdfast.policies import RetentionPolicy, read_keep
 from holdfast.process.terminal import inform
 from holdfast.storage.kept_images import KeptImages
 from holdfast.storage.kept_memory import HostMemory, KeptMemory
-from holdfast.storage.local.files import sync_to_disk
 from holdfast.storage.open import open_storage
 from holdfast.storage.protocol import Entry, FileReader, FileWriter, Storage, Traits
+from holdfast.storage.tier_records import PARTED_PREFIX, list_generations, pass_on, read_token, set_aside
 
 _FIRST_REST_SECONDS: Final = 1.0
 _MOST_REST_SECONDS: Final = 30.0
-"""For so long a tier that could not be reached is not asked again: twice as long each time."""
+"""For so long a tier that could not be reached, or was full, is not tried again: twice as long each time."""
 
 _MEMORY: Final = -1
 """The number of memory among the tiers that data were read from."""
 
 _LEAST_GAP: Final = 1000
 _MOST_GAP: Final = 1_000_000
-
-PARTED_PREFIX: Final = "parted-"
-"""The beginning of the name of a directory with steps that another machine's job has passed."""
 
 _T = TypeVar("_T")
 
@@ -91,11 +91,12 @@ class Tier:
 
 
 class _Down(NamedTuple):
-    """Until when a tier is left alone, for how long that is, and why."""
+    """Until when a tier is left alone, for how long that is, and why. One that `is_full` is only not written to."""
 
     until: float = 0.0
     rest_seconds: float = _FIRST_REST_SECONDS / 2
     problem: str = ""
+    is_full: bool = False
 
 
 class Tiers:
@@ -213,23 +214,45 @@ class Tiers:
 
     def is_up(self, number: int) -> bool:
         """Returns True unless a tier could not be reached just now."""
-        return self._down[number].until <= time.monotonic()
+        return self._down[number].is_full or self.takes(number)
+
+    def is_full(self, number: int) -> bool:
+        """Returns True if a tier had no room when it was last written to."""
+        return self._down[number].is_full
+
+    def takes(self, number: int) -> bool:
+        """Returns True unless a tier could not be reached, or was full, just now."""
+        return self.rests_until(number) <= time.monotonic()
+
+    def rests_until(self, number: int) -> float:
+        """Returns until when a tier is not tried again, by the monotonic clock; 0 if it never failed."""
+        return self._down[number].until
+
+    def hasten(self, number: int) -> float:
+        """Lets a tier that is left alone be tried again soon; returns when, by the monotonic clock."""
+        with self._lock:
+            down = self._down[number]
+            self._down[number] = down._replace(until=min(down.until, time.monotonic() + _FIRST_REST_SECONDS))
+            return self._down[number].until
 
     def note_down(self, number: int, error: HoldfastError) -> None:
-        """Leaves a tier alone for a while, and says so once."""
-        if not self.is_up(number):
+        """Leaves a tier alone for a while, and says so once. One that is full is read from all the same."""
+        is_full = isinstance(error, StorageFullError)
+        if not (self.takes(number) if is_full else self.is_up(number)):
             return
         with self._lock:
             rest_seconds = min(2 * self._down[number].rest_seconds, _MOST_REST_SECONDS)
-            self._down[number] = _Down(time.monotonic() + rest_seconds, rest_seconds, error.message)
-        text = f"{self.tiers[number].url} cannot be reached, and is left alone for a while: {error.message}"
-        self._say_once(f"down {number}", text)
+            self._down[number] = _Down(time.monotonic() + rest_seconds, rest_seconds, error.message, is_full)
+        key, state = f"down {number}", "cannot be reached, and is left alone for a while"
+        if is_full:
+            key, state = f"full {number}", f"is full, so new checkpoints stay in {self.url} until there is room"
+        self._say_once(key, f"{self.tiers[number].url} {state}: {error.message}")
 
     def note_up(self, number: int) -> None:
-        """Forgets that a tier could not be reached."""
+        """Forgets that a tier could not be reached, or was full."""
         with self._lock:
             self._down[number] = _Down()
-            self._has_said.discard(f"down {number}")
+            self._has_said -= {f"down {number}", f"full {number}"}
 
     def avoid(self, path: str) -> bool:
         """Reads a damaged file from another tier from now on, and others of its step as well, if that one has them.
@@ -264,21 +287,21 @@ class Tiers:
     def find_least(self) -> int:
         """**Blocks.** Returns the least number that the next generation may have; 0 for any.
 
-        It is larger than those that were set aside. Where the farthest tier cannot be reached it is one that no other
-        job will choose meanwhile: a step has the same name in no other line.
+        It is larger than those that were set aside. Where the farthest tier cannot be reached, or is full, it is one
+        that no other job will choose meanwhile: a step has the same name in no other line.
         """
         least = max((number + 1 for number in self._list_aside(0)), default=0)
-        self._is_alone = not self.is_up(len(self.tiers) - 1)
+        self._is_alone = not self.takes(len(self.tiers) - 1)
         if self._is_alone:
             gap = _LEAST_GAP + int.from_bytes(os.urandom(4), "big") % _MOST_GAP
-            least = max([least, *_list_generations(self.nearest)[-1:]]) + gap
+            least = max([least, *list_generations(self.nearest)[-1:]]) + gap
         return least
 
     def _list_aside(self, number: int) -> list[int]:
         """Returns the generations that were set aside in a tier."""
         storage = self._storages[number]
         names = [entry.name for entry in storage.list("") if entry.name.startswith(PARTED_PREFIX)]
-        return [generation for name in names for generation in _list_generations(storage, name)]
+        return [generation for name in names for generation in list_generations(storage, name)]
 
     def _align(self, far: int) -> None:
         for number in range(far):
@@ -286,10 +309,12 @@ class Tiers:
             with self._reaching(far):
                 parted = self._find_parted(number, far)
                 if parted is not None:
-                    aside = self._set_aside(number, parted)
+                    aside = set_aside(self._storages[number], parted)
                     self._parted[number] = None
-                for source, goal in ((number, far), (far, number)):
-                    _pass_on(self._storages[source], self._storages[goal])
+            for source, goal in ((number, far), (far, number)):
+                if self.is_up(far) and (goal == 0 or self.takes(goal)):
+                    with self._reaching(far, goal):
+                        pass_on(self._storages[source], self._storages[goal])
             if parted is not None:
                 text = (
                     f"{self.tiers[number].url}: another job has gone on in {self.tiers[far].url}, so generation "
@@ -302,15 +327,15 @@ class Tiers:
     def _find_parted(self, number: int, far: int) -> int | None:
         """Returns the first generation of a tier from which on it has gone another way than a farther one, or None."""
         near, beyond = self._storages[number], self._storages[far]
-        own, others = _list_generations(near), _list_generations(beyond)
+        own, others = list_generations(near), list_generations(beyond)
         agreed = 0
         for generation in sorted(set(own) & set(others), reverse=True):
-            if _read_token(near, generation) == _read_token(beyond, generation):
+            if read_token(near, generation) == read_token(beyond, generation):
                 agreed = generation
                 break
         newer = [one for one in own if one > agreed]
         # One without a base has saved nothing. It may be this job's own, of which it has heard no answer.
-        if not newer or not others or max(_list_generations(beyond, ends=".base.json"), default=0) <= agreed:
+        if not newer or not others or max(list_generations(beyond, ends=".base.json"), default=0) <= agreed:
             return None
         if not agreed and others[0] <= own[-1]:
             raise UsageError(
@@ -318,42 +343,6 @@ class Tiers:
                 hint="Give each run places of its own.",
             )
         return newer[0]
-
-    def _set_aside(self, number: int, parted: int) -> str:
-        """Takes what was saved from a generation on out of the run; returns what became of it, in words.
-
-        The record of that generation goes last. A crash before leaves a tier that is still seen to have parted.
-        """
-        storage = self._storages[number]
-        steps = [entry.name for entry in storage.list("") if entry.is_directory]
-        steps = [name for name in steps if (step := parse_step_directory(name)) and step.generation >= parted]
-        records = [entry.name for entry in storage.list(GENERATIONS_DIRECTORY)]
-        summaries = [one for one in map(parse_summary_file, records) if one is not None and one[0] >= parted]
-        storage.delete([summary_path(*one) for one in summaries])
-        generations = [one for one in _list_generations(storage)[::-1] if one >= parted]
-        paths = [path for one in generations for path in (base_path(one), generation_path(one))]
-        if (root := storage.location) is None:
-            files = [f"{step}/{one.name}" for step in steps for one in storage.list(step)]
-            # All manifests first: what has none is not offered.
-            storage.delete([path for path in files if path.endswith(f"/{MANIFEST_NAME}")])
-            storage.delete(files)
-            storage.delete(steps)
-            for path in paths:
-                storage.delete([path])
-            return "they were removed"
-        aside = root / f"{PARTED_PREFIX}{parted:04d}-{_read_token(storage, parted)[:8]}"
-        (aside / GENERATIONS_DIRECTORY).mkdir(parents=True, exist_ok=True)
-        for path in (*steps, *paths):
-            # Another worker of this machine may do the same.
-            with suppress(FileNotFoundError):
-                os.replace(root / path, aside / path)  # noqa: PTH105  Both are paths.
-        for directory in (aside, aside / GENERATIONS_DIRECTORY, root / GENERATIONS_DIRECTORY, root):
-            descriptor = os.open(directory, os.O_RDONLY)
-            try:
-                sync_to_disk(descriptor)
-            finally:
-                os.close(descriptor)
-        return f"they are in {aside} now"
 
     def _find_farthest(self) -> int:
         return max(number for number in range(len(self.tiers)) if number == 0 or self.is_up(number))
@@ -366,10 +355,14 @@ class Tiers:
         self.say(text)
 
     @contextmanager
-    def _reaching(self, number: int) -> Iterator[None]:
-        """Notes that a farther tier cannot be reached, instead of its error."""
+    def _reaching(self, number: int, goal: int | None = None) -> Iterator[None]:
+        """Notes that a farther tier cannot be reached, instead of its error, or that the `goal` of a copy is full."""
         try:
             yield
+        except StorageFullError as error:
+            if not (full := number if goal is None else goal):
+                raise
+            self.note_down(full, error)
         except StorageError as error:
             if number == 0:
                 raise
@@ -382,7 +375,7 @@ class Tiers:
     def make_directory(self, path: str) -> None:
         """**Blocks.** Creates a directory in the nearest tier; that of the generations in all; see `Storage`."""
         for number, storage in enumerate(self._storages):
-            if number == 0 or (path == GENERATIONS_DIRECTORY and self.is_up(number)):
+            if number == 0 or (path == GENERATIONS_DIRECTORY and self.takes(number)):
                 with self._reaching(number):
                     storage.make_directory(path)
 
@@ -406,14 +399,14 @@ class Tiers:
         if path == START_NAME:
             return self._storages[-1].publish(path, data)
         is_opening = path.startswith(f"{GENERATIONS_DIRECTORY}/") and parse_generation_file(path.rpartition("/")[2])
-        if is_opening and not self._is_alone and not self.is_up(len(self.tiers) - 1):
-            # The number was chosen for a tier that can be reached.
+        if is_opening and not self._is_alone and not self.takes(len(self.tiers) - 1):
+            # The number was chosen for a tier that takes it.
             raise self._make_down_error(-1, path)
         if not path.startswith(f"{GENERATIONS_DIRECTORY}/"):
             return self.nearest.publish(path, data)
         decided = False
         for number in reversed(range(len(self.tiers))):
-            if number and not self.is_up(number):
+            if number and not self.takes(number):
                 continue
             with self._reaching(number):
                 made = self._storages[number].publish(path, data)
@@ -538,7 +531,8 @@ class Tiers:
         return (parted is not None and step.generation >= parted) or step.generation in self._aside[number]
 
     def _make_down_error(self, number: int, path: str) -> StorageError:
-        return StorageError(f"{self.tiers[number].url} cannot be reached: {self._down[number].problem}", path=path)
+        state = "is full" if self._down[number].is_full else "cannot be reached"
+        return StorageError(f"{self.tiers[number].url} {state}: {self._down[number].problem}", path=path)
 
     def _has(self, number: int, path: str) -> bool:
         with suppress(HoldfastError):
@@ -552,37 +546,3 @@ class Tiers:
         if any("/" in name for name in steps):
             return any(name.endswith(f"/{MANIFEST_NAME}") for name in steps)
         return any(one.name == MANIFEST_NAME for name in reversed(steps) for one in self.nearest.list(name))
-
-
-def _list_generations(storage: Storage, below: str = "", ends: str = ".json") -> list[int]:
-    names = [entry.name for entry in storage.list(join(below, GENERATIONS_DIRECTORY)) if entry.name.endswith(ends)]
-    return sorted(filter(None, (parse_generation_file(f"{name.removesuffix(ends)}.json") for name in names)))
-
-
-def _pass_on(source: Storage, goal: Storage) -> None:
-    """**Blocks.** Gives a tier the records of generations that are newer than its own; of many to an empty one, the
-    newest.
-
-    Those of older steps come with the steps.
-    """
-    there, here = _list_generations(goal), _list_generations(source)
-    newer = [one for one in here if one > there[-1]] if there else here[-1:]
-    if newer:
-        goal.make_directory(GENERATIONS_DIRECTORY)
-    # The base of the newest may have been recorded only now.
-    for generation in (*there[-1:], *newer):
-        for path in (generation_path(generation), base_path(generation)):
-            with suppress(NotFoundError):
-                record = source.read(path, MAX_GENERATION_BYTES)
-                if not goal.publish(path, record) and goal.read(path, MAX_GENERATION_BYTES) != record:
-                    raise FencedError(f"{goal.url}: another job has opened generation {generation} just now")
-
-
-def _read_token(storage: Storage, generation: int) -> str:
-    """Returns the token of who opened a generation; the record as it is, if it cannot be read."""
-    path = generation_path(generation)
-    data = storage.read(path, MAX_GENERATION_BYTES)
-    try:
-        return unseal(Opening, data, path=path).token
-    except DamageError:
-        return data.hex()

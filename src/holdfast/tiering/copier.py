@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from holdfast.catalog import Catalog, StoredRun
 from holdfast.errors import DeadlineError, HoldfastError, StorageError, UsageError
@@ -14,6 +14,8 @@ from holdfast.format.names import StepName
 from holdfast.format.records import Manifest, decode_manifest
 from holdfast.options import SaveOptions
 from holdfast.policies import KeptCandidate, RetentionPolicy
+from holdfast.process.terminal import say
+from holdfast.save.handle import SILENT_SECONDS
 from holdfast.save.host_memory import HostBuffer
 from holdfast.storage.kept_images import ImageRecord
 from holdfast.storage.tiers import Tiers
@@ -23,6 +25,9 @@ from holdfast.tiering.workers import Nearby, complete_newest, find_nearby
 
 if TYPE_CHECKING:
     from holdfast.save.joint.participant import JointParticipant
+
+_LOOK_SECONDS: Final = 0.25
+"""How often to look whether the job is to leave, and not to wait any more."""
 
 
 def begin_tiers(
@@ -162,22 +167,53 @@ class TierCopier:
         missing = [hop.url for hop in self._hops if hop.url not in reached]
         return f"in {' and '.join(reached)}" + (f", not in {' and '.join(missing)} yet" if missing else "")
 
+    def wait_copied(self, timeout_seconds: float, is_asked: Callable[[], bool]) -> bool:
+        """**Blocks.** See `StepCopier`. It begins with what an earlier job has left, if this one has saved nothing."""
+        for hop in self._hops:
+            hop.begin()
+        begun_at, is_reported = time.monotonic(), False
+        while not self._wait_idle(min(timeout_seconds, _LOOK_SECONDS)):
+            if is_asked():
+                return False
+            waited_seconds = time.monotonic() - begun_at
+            if waited_seconds > timeout_seconds:
+                break
+            if waited_seconds > SILENT_SECONDS and not is_reported and self._nearby.rank == 0:
+                is_reported = True
+                places = " and ".join(hop.url for hop in self._hops if hop.progress.is_behind)
+                say(
+                    f"holdfast: training is done, and its checkpoints are being copied to {places}. Ctrl-C leaves: "
+                    "the next start copies the rest."
+                )
+        self._is_left = True
+        self._say_left()
+        return True
+
     def close(self, timeout_seconds: float) -> None:
         """**Blocks.** Waits until all is copied, and ends the threads; says what is left if that takes longer."""
         is_abandoned = self._is_abandoned and not self._is_left
         end_at = time.monotonic() + timeout_seconds * (not self._is_left)
-        for hop in [] if self._is_left else self._hops:
-            if not hop.wait_idle(max(end_at - time.monotonic(), 0.0)):
-                text = (
-                    f"the newest steps are not in {hop.url} yet; they are in {self._tiers.url}, and the next start of "
-                    "the job copies them"
-                )
-                self._emit(Warned(text=text))
+        if not self._is_left:
+            self._wait_idle(timeout_seconds)
+            self._say_left()
         self.abandon()
         for hop in self._hops:
             hop.join(max(end_at - time.monotonic(), 1.0))
         if self._memory is not None:
             self._memory.close(is_done=self._is_written and not is_abandoned)
+
+    def _wait_idle(self, timeout_seconds: float) -> bool:
+        end_at = time.monotonic() + timeout_seconds
+        return all(hop.wait_idle(max(end_at - time.monotonic(), 0.0)) for hop in self._hops)
+
+    def _say_left(self) -> None:
+        for hop in self._hops:
+            if hop.progress.is_behind:
+                text = (
+                    f"the newest steps are not in {hop.url} yet; they are in {self._tiers.url}, and the next start of "
+                    "the job copies them"
+                )
+                self._emit(Warned(text=text))
 
     def abandon(self) -> None:
         """Ends the threads, and waits for nothing."""

@@ -8,18 +8,26 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final
 
 from holdfast.catalog import StoredRun
-from holdfast.errors import DamageError, DeadlineError, FencedError, HoldfastError, NotFoundError, StorageError
+from holdfast.errors import (
+    DamageError,
+    DeadlineError,
+    FencedError,
+    HoldfastError,
+    NotFoundError,
+    StorageError,
+    StorageFullError,
+)
 from holdfast.events import Copied, Failed, Sink
 from holdfast.format.names import StepName
 from holdfast.policies import KeptCandidate, RetentionPolicy, plan_retention
 from holdfast.restore.copying import RunCopier
-from holdfast.save.retention import Retention
 from holdfast.storage.tiers import Tier, Tiers
+from holdfast.tiering.cleaner import TierCleaner
 from holdfast.tiering.workers import Nearby
 
 _LOOK_SECONDS: Final = 0.2
@@ -47,6 +55,7 @@ class Progress:
         given_up: Those that will never be there, each with the reason.
         again: Those that have got metrics since they came there.
         asked: Those that are waited for. They are copied even if the policy would not keep them.
+        last_try_at: When the last try begins of a copy that has failed, as the training is over; None before that.
     """
 
     def __init__(self) -> None:
@@ -55,6 +64,7 @@ class Progress:
         self.there: dict[StepName, Candidate | None] = {}
         self.given_up: dict[StepName, str] = {}
         self.asked: set[StepName] = set()
+        self.last_try_at: float | None = None
         self.again: set[StepName] = set()
 
     def choose(self, candidates: Sequence[Candidate], tier: Tier, policy: RetentionPolicy) -> list[StepName]:
@@ -111,19 +121,25 @@ class Hop:
         self.seconds: float | None = None
         self.fenced: FencedError | None = None
         self._thread: threading.Thread | None = None
-        # Steps of which this worker has copied its part, or does so; and what cleans up, with the generation.
+        # Steps of which this worker has copied its part, or does so.
         self._begun: dict[StepName, _Pace] = {}
-        self._retention: tuple[int, Retention] | None = None
+        self._cleaner = TierCleaner(self._source, self._goal, self._policy, emit)
 
     def wake(self) -> None:
         """Called when there may be something to copy; the first call starts the thread."""
         progress = self.progress
         with progress.changed:
             progress.is_awake = progress.is_behind = True
+            progress.last_try_at = None
             progress.changed.notify_all()
             if self._thread is None and not progress.is_stopped:
                 self._thread = threading.Thread(target=self._serve, name=f"holdfast-tier-{self._number}", daemon=True)
                 self._thread.start()
+
+    def begin(self) -> None:
+        """Like `wake`, if that was never called."""
+        if self._thread is None:
+            self.wake()
 
     def choose(self, candidates: Sequence[Candidate]) -> list[StepName]:
         """Returns which of the nearer tier's steps are still to be copied from there."""
@@ -156,14 +172,20 @@ class Hop:
         )
 
     def wait_idle(self, timeout_seconds: float) -> bool:
-        """**Blocks.** Waits until the newest step is there; False if that takes longer, or cannot be done now."""
-        progress = self.progress
-        with progress.changed:
-            progress.changed.wait_for(
-                lambda: not progress.is_behind or progress.is_stopped or not self._tiers.is_up(self._number),
-                min(timeout_seconds, threading.TIMEOUT_MAX),
-            )
-            return not progress.is_behind
+        """**Blocks.** Waits until the newest step is there, or did not come there in one more try; False if that takes
+        longer."""
+        with self.progress.changed:
+            return self.progress.changed.wait_for(self._is_idle, min(timeout_seconds, threading.TIMEOUT_MAX))
+
+    def _is_idle(self) -> bool:
+        progress, tiers = self.progress, self._tiers
+        if not progress.is_behind or progress.is_stopped:
+            return True
+        if tiers.takes(self._number):
+            return False
+        if progress.last_try_at is None:
+            progress.last_try_at = tiers.hasten(self._number)
+        return tiers.rests_until(self._number) != progress.last_try_at
 
     def stop(self) -> None:
         """Ends the thread as soon as a piece is done."""
@@ -186,35 +208,47 @@ class Hop:
                 if progress.is_stopped:
                     return
                 progress.is_awake = False
+            rest_seconds = self.serve_once()
+
+    def serve_once(self) -> float:
+        """**Blocks.** Copies what is to be copied; returns in how many seconds to look again, 0 for when this wakes."""
+        try:
+            return _LOOK_SECONDS if self._copy_where_room() else 0.0
+        except _StoppedError:
+            return 0.0
+        except FencedError as error:
+            self.fenced = error  # The next save raises it.
+            self.stop()
+            return 0.0
+        except NotFoundError:
+            return _LOOK_SECONDS  # It was removed meanwhile.
+        except HoldfastError as error:
+            if isinstance(error.__cause__, FencedError):
+                # A generation was opened during the copy, by this job perhaps, in a rollback: the tier is there.
+                return _LOOK_SECONDS
+            rest_seconds = _LOOK_SECONDS if self._tiers.takes(self._number) else _REST_SECONDS
+            self._tiers.note_down(self._number, error)
+            return rest_seconds
+
+    def _copy_where_room(self) -> bool:
+        """**Blocks.** Copies as `_copy_all` does; if the tier is full, its retention is applied, and it goes on."""
+        while True:
             try:
-                rest_seconds = _LOOK_SECONDS if self._copy_all() else 0.0
-            except _StoppedError:
-                return
-            except FencedError as error:
-                self.fenced = error  # The next save raises it.
-                self.stop()
-                return
-            except NotFoundError:
-                rest_seconds = _LOOK_SECONDS  # It was removed meanwhile.
-            except HoldfastError as error:
-                if isinstance(error.__cause__, FencedError):
-                    # A generation was opened during the copy, by this job perhaps, in a rollback: the tier is there.
-                    rest_seconds = _LOOK_SECONDS
-                    continue
-                rest_seconds = _LOOK_SECONDS if self._tiers.is_up(self._number) else _REST_SECONDS
-                self._tiers.note_down(self._number, error)
+                return self._copy_all()
+            except StorageFullError:
+                if not self._make_room():
+                    raise
+                self._tiers.note_up(self._number)
 
     def _copy_all(self) -> bool:
         """**Blocks.** Copies what is to be copied; returns True if other workers have to add to it."""
         progress = self.progress
         self._tiers.align()
-        if not self._tiers.is_up(self._number):
+        if not self._tiers.takes(self._number):
+            if self._tiers.is_full(self._number):
+                raise StorageFullError(f"{self.url} is full")
             raise StorageError(f"{self.url} cannot be reached")
-        if not progress.there:
-            # Later this knows what comes: nothing that it has not taken part in.
-            catalog = self._goal.look(closely=True)
-            known = {one.key: one for one in self._goal.history.candidates(catalog.living)}
-            progress.there = {name: known.get(name) for name in catalog.committed}
+        self._look_once()
         while progress.again:
             if (name := progress.again.pop()) in progress.there:
                 self._open_copier(name).copy(name)
@@ -229,6 +263,13 @@ class Hop:
                 with progress.changed:
                     progress.is_behind = progress.is_awake or pending[:1] == [newest]
                 return bool(pending)
+
+    def _look_once(self) -> None:
+        """**Blocks.** Looks what is there. Later this knows what comes: nothing that it has not taken part in."""
+        if not self.progress.there:
+            catalog = self._goal.look(closely=True)
+            known = {one.key: one for one in self._goal.history.candidates(catalog.living)}
+            self.progress.there = {name: known.get(name) for name in catalog.committed}
 
     def _list_pending(self) -> list[StepName]:
         """Returns what is to be copied: the newest step, after those that it refers to, then the others, in order."""
@@ -292,40 +333,18 @@ class Hop:
             )
         )
         if self._nearby.rank == 0:
-            self._clean()
+            self._give_up(self._cleaner.clean())
 
-    def _clean(self) -> None:
-        """**Blocks.** Removes what is not kept in the tier. A failure is only reported: it is tried after each copy."""
-        catalog = self._goal.look()
-        newest = catalog.newest
-        if newest is None or newest.generation != catalog.generation:
-            return  # What an older generation has left goes once this one has a step there.
-        try:
-            if self._retention is None or self._retention[0] != newest.generation:
-                token = self._goal.opening(newest.generation).token
-                retention = Retention(self._goal, self._policy, token, incremental=False, reuse_space=False)
-                retention.begin(newest.generation)
-                self._retention = newest.generation, retention
-            base = catalog.bases.get(newest.generation)
-            protected = {newest: "just copied"}
-            if base is not None and base.name is not None:
-                protected[base.name] = "the run resumed from it"
-            cleaning = self._retention[1].clean(newest, protected, find_busy=self._find_busy)
-            for name in cleaning.removed:
-                self.progress.note(name, problem="its policy has given it up")
-            problem = next(iter(cleaning.problems), None)
-        except FencedError:
-            return
-        except HoldfastError as error:
-            problem = error
-        if problem is not None:
-            self._emit(Failed(stage="retain", error=f"{self.url}: {problem.message}", step=newest.step))
+    def _make_room(self) -> bool:
+        """**Blocks.** Called if the tier is full: True if its policy gives up something there for what is to come."""
+        self._look_once()
+        coming = self._source.history.candidates(self._list_pending())
+        return self._give_up(self._cleaner.make_room(coming))
 
-    def _find_busy(self) -> set[StepName]:
-        """Returns the steps that any worker may be copying."""
-        catalog = self._goal.look()
-        unfinished = {name for name in catalog.unfinished if name.generation == catalog.generation}
-        return unfinished.union(self._source.look().living).difference(catalog.committed)
+    def _give_up(self, names: Collection[StepName]) -> bool:
+        for name in names:
+            self.progress.note(name, problem="its policy has given it up")
+        return bool(names)
 
 
 class _Pace:

@@ -109,7 +109,8 @@ def resumable(
             restart; it is a warning otherwise.
         on_nonfinite: What happens if a step is saved whose parameters or optimizer states have nan or an infinity:
             "warn" logs it; "raise" ends training with a `NotFiniteError`, on all workers at the same step;
-            "rollback" goes back to the newest good step, as `run.rollback()` does, without the batches drawn since.
+            "rollback" goes back to the newest good step, as `run.rollback()` does, without the batches drawn since; in
+            a framework, by a new start after a `RolledBackError`.
         watchdog: What happens if training makes no progress for much longer than usual: "report" writes the stacks of
             all threads into the run's directory and says so; "restart", under `holdfast run`, also starts the program
             again; "off" does nothing. Limits may follow: "report step=2min unmarked=30min first=1h".

@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import msgspec
 
 from holdfast.advice.watch import count_taken
 from holdfast.catalog import StoredRun
 from holdfast.checkpoint import objects_of
-from holdfast.errors import NotFiniteError, UsageError
-from holdfast.format.names import FOLLOWED_DATA
+from holdfast.errors import (
+    DamageError,
+    HoldfastError,
+    NoCheckpointError,
+    NotFiniteError,
+    NotFoundError,
+    RolledBackError,
+    UsageError,
+)
+from holdfast.format.names import FOLLOWED_DATA, WENT_BACK
 from holdfast.policies import find_good
 from holdfast.preemption.grace import StopOrder
 from holdfast.state.registry import list_members
+from holdfast.state.rng import RNG
 from holdfast.tracebacks import print_elsewhere
 from holdfast.witness.ring import remove_rings
 
@@ -23,19 +34,33 @@ if TYPE_CHECKING:
     from holdfast.training.announcements import Announcements
     from holdfast.training.loop import TrainingLoop
 
+Ending = TypeVar("Ending", bound=HoldfastError)
+
 _MOST_ROLLBACKS: Final = 2
 """A third one to the same step would end as those before."""
 
 
 class Rollbacks:
-    """Takes a run back. It belongs to the training thread."""
+    """Takes a run back. It belongs to the training thread.
+
+    Attributes:
+        hold_place: Of a framework, which can go on in a new process only: notes the place in its data; what it returns
+            has that place saved, with all else as it was restored. None for a loop of the program's own.
+    """
 
     def __init__(self, manager: CheckpointManager, loop: TrainingLoop, announcements: Announcements) -> None:
         self._manager, self._loop, self._announcements = manager, loop, announcements
-        self._counts: dict[int, int] = {}
+        self.hold_place: Callable[[], Callable[[], object]] | None = None
 
-    def check_data(self) -> None:
+    def check_data(self, skipped_batches: int | None = None) -> None:
         """Raises `UsageError` if the place in the data cannot be moved: the program has an iterator of its own."""
+        if self.hold_place is not None:
+            if skipped_batches is not None:
+                raise UsageError(
+                    f"skip_batches={skipped_batches} needs a loop of your own: a framework's data goes on where it is",
+                    hint="Leave out skip_batches: what was drawn since the step is left out.",
+                )
+            return
         objects, data = self._manager.checkpoint.objects, self._loop.taken.data
         foreign = [
             path
@@ -60,18 +85,23 @@ class Rollbacks:
         hint = "No checkpoint is finite: find the cause, and start over."
         if good is not None:
             hint = f"Step {good} is the newest good one: find the cause, then `holdfast rollback {place}@{good}`."
-        error = NotFiniteError(cause, step=step, hint=hint)
+        return self._print_once(NotFiniteError(cause, step=step, hint=hint))
+
+    def make_error_together(self, cause: str, step: int) -> NotFiniteError:
+        """**Collective.** **Blocks.** The same, once all workers are here: no one ends because another one has."""
+        self._await_others()
+        return self.make_error(cause, step)
+
+    def _await_others(self) -> None:
+        if self._manager.participant is not None:
+            self._manager.participant.peers.gather_decide_broadcast(b"", lambda _: b"", "the end of training")
+
+    def _print_once(self, error: Ending) -> Ending:
         if self._manager.participant is not None:
             cluster = self._manager.participant.peers.cluster
             if cluster.rank and cluster.node_of(0) == cluster.node:
                 print_elsewhere(error, "rank 0")
         return error
-
-    def make_error_together(self, cause: str, step: int) -> NotFiniteError:
-        """**Collective.** **Blocks.** The same, once all workers are here: no one ends because another one has."""
-        if self._manager.participant is not None:
-            self._manager.participant.peers.gather_decide_broadcast(b"", lambda _: b"", "the end of training")
-        return self.make_error(cause, step)
 
     def go_back(self, order: StopOrder, step: int) -> Restoration:
         """**Collective.** **Blocks.** Restores the step of an order, and commits the place in the data that follows.
@@ -82,18 +112,20 @@ class Rollbacks:
             NotFiniteError: If no step is good, or this one was gone back to twice.
             NoCheckpointError: If there is no such step.
             UsageError: If the place in the data cannot be moved.
+            RolledBackError: In a framework, when all is done: a new process goes on.
         """
         manager, loop, data = self._manager, self._loop, self._loop.taken.data
         manager.lineage.settle()
         self.check_data()
-        target = self._choose(order)
+        target, before = self._choose(order)
         if target is None:
             raise self.make_error_together(f"{order.cause}, and no step is good", step)
-        self._counts[target] = self._counts.get(target, 0) + 1
-        if self._counts[target] > _MOST_ROLLBACKS:
+        if before >= _MOST_ROLLBACKS:
             text = f"{order.cause}; training has gone back to step {target} twice, and it came to this again"
             raise self.make_error_together(text, target)
         skipped, kept = self._count_skipped(target, order.skipped_batches), self._note_places()
+        # Of a framework the random generators stay, too: the order of its next epoch is drawn from them.
+        random, hold = RNG().state_dict(), None if self.hold_place is None else self.hold_place()
         find_steps, manager.lineage.find_steps = manager.lineage.find_steps, None
         try:
             with data.returning():
@@ -103,31 +135,49 @@ class Rollbacks:
                         if skipped is None:
                             sampler.load_state_dict(kept[path])
                         sampler.skip(0 if skipped is None else skipped[path])
-                data.go_back(*((kept[FOLLOWED_DATA], 0) if skipped is None else (None, skipped.get(FOLLOWED_DATA, 0))))
+                batches = 0 if skipped is None else skipped.get(FOLLOWED_DATA, 0)
+                lacking = data.go_back(kept[FOLLOWED_DATA] if skipped is None else None, batches)
         finally:
             manager.lineage.find_steps = find_steps
+        if hold is not None:
+            hold()
+            RNG().load_state_dict(random)
         assert restoration is not None, "it was chosen"
         loop.rewind(target)
         manager.witness.end()
         remove_rings(manager.storage)  # The steps that follow are others.
-        loop.save(target, replace=True).wait_committed()
-        left_out = "what was drawn since" if skipped is None else _batches_text(max(skipped.values()))
+        notes = {**restoration.manifest.metadata, WENT_BACK: before + 1}
+        loop.save(target, metadata=notes, replace=True).wait_committed()
+        left_out = "what was drawn since" if skipped is None else _batches_text(max(skipped.values()) - lacking)
+        left_out += ", at the end of the last epoch" if lacking else ""
         way = f"went back from step {step} to step {target}, without {left_out}"
+        if hold is not None:
+            self._await_others()
+            hint = f"Start the program again, as `holdfast run` does by itself: it goes on from step {target}."
+            text = f"{order.cause}; {self._announcements.place} {way}"
+            raise self._print_once(RolledBackError(text, step=target, hint=hint))
         self._announcements.say(f"{self._announcements.place} {way}: {order.cause}")
         return restoration
 
-    def _choose(self, order: StopOrder) -> int | None:
-        """**Collective.** Returns the step to go back to: the leader looks for the newest good one."""
-        target = order.step
-        if target is None:
-            participant = self._manager.participant
-            is_leader = participant is None or participant.peers.is_leader
-            target = self._find_newest_good() if is_leader else None
-            if participant is not None:
-                own = msgspec.json.encode(target)
-                answer = participant.peers.gather_decide_broadcast(own, lambda records: records[0], "the rollback")
-                target = msgspec.json.decode(answer, type=int | None)
-        return target
+    def _choose(self, order: StopOrder) -> tuple[int | None, int]:
+        """**Collective.** Returns the step to go back to, and how often that was done before: the leader looks."""
+        participant, found = self._manager.participant, (order.step, 0)
+        if participant is None or participant.peers.is_leader:
+            target = self._find_newest_good() if order.step is None else order.step
+            found = target, 0 if target is None else self._count_before(target)
+        if participant is not None:
+            own = msgspec.json.encode(found)
+            answer = participant.peers.gather_decide_broadcast(own, lambda records: records[0], "the rollback")
+            found = msgspec.json.decode(answer, type=tuple[int | None, int])
+        return found
+
+    def _count_before(self, target: int) -> int:
+        """Returns how often training has gone back to that step, in this process and those before."""
+        run, count = StoredRun(self._manager.storage), 0
+        with suppress(NoCheckpointError, NotFoundError, DamageError):  # The restore says so, on all workers.
+            name = run.look().find(target, self._announcements.place)
+            count = run.step(name).manifest().metadata.get(WENT_BACK, 0)
+        return count if isinstance(count, int) else 0
 
     def _find_newest_good(self) -> int | None:
         run = StoredRun(self._manager.storage)
@@ -148,6 +198,8 @@ class Rollbacks:
 
         None to go on at the present place instead: an earlier process has saved the step, or there are several loaders.
         """
+        if self.hold_place is not None:
+            return None
         now = count_taken(objects_of(self._manager.checkpoint).all())
         then = self._loop.count.drawn.get(target)
         if given is not None:

@@ -263,11 +263,12 @@ class Run:
             UsageError: If batches come from an iterator of the program's own.
             NotFiniteError: At the end of the step, if no step is good, or this is the third time for one step.
             NoCheckpointError: At the end of the step, if there is no such step.
+            RolledBackError: In a framework, at the end of the step: a new process goes on from the step.
         """
         self._check_entered()
         wanted = None if step is None else check_step(step)
         skipped = None if skip_batches is None else check_whole("skip_batches", skip_batches)
-        self._rollbacks.check_data()
+        self._rollbacks.check_data(skipped)
         self._guard.order(StopOrder("run.rollback() was called", step=wanted, skipped_batches=skipped))
 
     def should_stop(self) -> bool:
@@ -340,6 +341,15 @@ class Run:
     def pass_boundary(self) -> None:
         """Saves and exits if it is time to, between a step that was counted before and the next one."""
         self._loop.pass_boundary()
+
+    def go_on_by_restart(self, hold_place: Callable[[], Callable[[], object]]) -> None:
+        """Lets training go back by a new process, as the framework counts steps in places that do not go back.
+
+        Args:
+            hold_place: Notes the place in the framework's data; what it returns is called after the restore, and has
+                the next save store that place, with all else as it was restored.
+        """
+        self._rollbacks.hold_place = hold_place
 
     def warn(self, text: str, *, is_error: bool = False) -> None:
         """Sends a warning to the log and the sinks, with the number of the step."""
@@ -471,8 +481,10 @@ class Run:
             self.manager.wait()
             if (order := self._guard.orders.pending) is not None:
                 raise self._rollbacks.make_error(order.cause, step)  # No step comes at which it would be carried out.
-            self._guard.pass_end(step)
+            self._guard.pass_end(step, last)
             self._watchdog.ledger.end()
+            if not self.manager.wait_copied(self._guard.is_asked_to_leave):
+                self._guard.pass_end(step, last)
             self.manager.__exit__(None, None, None)
             self._announcements.end(self.manager, step, self._total)
         except Exception as error:

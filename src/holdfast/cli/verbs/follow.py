@@ -18,6 +18,7 @@ from holdfast.cli.completion import RunPath
 from holdfast.cli.exit_codes import ExitCode
 from holdfast.cli.report import Report, name_fields, verb
 from holdfast.cli.screen import BAD, FAINT, GOOD, make_notes
+from holdfast.cli.target import RunTarget, choose_step, find_target
 from holdfast.errors import UsageError
 from holdfast.following import Followed, follow, make_reader_name
 from holdfast.numbers import parse_time
@@ -40,7 +41,21 @@ def _read_idle(ctx: click.Context, parameter: click.Parameter, value: str | None
     return seconds
 
 
-@click.command("follow", context_settings={"allow_interspersed_args": False})
+class _CommandLine(click.Command):
+    """Takes options before and after RUN; what follows `--` is the command, with options of its own."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        end = args.index("--") if "--" in args else len(args)
+        left = super().parse_args(ctx, args[:end])
+        if (words := ctx.params.get("words")) and not ctx.resilient_parsing:
+            raise UsageError(
+                f"{words[0]} comes after RUN", hint=f"Write the command after `--`: -- {shlex.join(words)}"
+            )
+        ctx.params["words"] = tuple(args[end + 1 :])
+        return left
+
+
+@click.command("follow", cls=_CommandLine)
 @click.option("--every", is_flag=True, help="Each checkpoint in order, and not the newest one only.")
 @click.option(
     "--max-behind", type=click.IntRange(min=0), default=3, metavar="N",
@@ -68,11 +83,6 @@ def command(
     holdfast follow runs/gpt -- python evaluate.py --step {step}
     holdfast follow runs/gpt --every --idle 1h -- holdfast export {run}@{step} out/{step} --to safetensors
     """  # noqa: D301 - click wants the character.
-    # Words such as `--every` may follow RUN, too: only what follows `--` is the command.
-    if words[:1] == ("--",):
-        words = words[1:]
-    elif words and words[0].startswith("-"):
-        raise UsageError(f"{words[0]} comes after RUN", hint="Write the options first, and the command after `--`.")
     if name is None:
         name = make_reader_name(Path(words[0]).stem, "\0".join([str(every), *words])) if words else ""
     notes, failed = make_notes(), 0
@@ -97,6 +107,15 @@ def command(
         raise click.exceptions.Exit(ExitCode.FAILED)
 
 
+def _find_run(checkpoint: str) -> RunTarget:
+    target = find_target(checkpoint, hint="Write RUN@STEP, where RUN is the directory that the job saves into.")
+    if target.is_step:
+        raise UsageError(
+            f"{target.location} is the directory of a single step", hint="Write RUN@STEP, with the directory above it."
+        )
+    return target
+
+
 def _fill(word: str, line: _Line) -> str:
     for key, value in asdict(line).items():
         word = word.replace(f"{{{key}}}", str(value))
@@ -116,6 +135,8 @@ def _write(line: _Line, checkpoint: Followed, *, as_json: bool) -> None:
 @click.argument("checkpoint", metavar="RUN@STEP", type=RunPath())
 def command_of_pin(report: Report, checkpoint: str) -> None:
     """Keep a checkpoint, regardless of the job's retention and of `holdfast prune`, until it is unpinned."""
+    target = _find_run(checkpoint)
+    choose_step(target.run.look(), target)  # Its errors say more than those of a program do.
     name = pin(checkpoint)
     report.fields = {"run": checkpoint, **name_fields(name), "is_pinned": True}
     report.line((f"step {name.step} is pinned", GOOD))
@@ -127,6 +148,7 @@ def command_of_pin(report: Report, checkpoint: str) -> None:
 @click.argument("checkpoint", metavar="RUN@STEP", type=RunPath())
 def command_of_unpin(report: Report, checkpoint: str) -> None:
     """Remove a pin: from its next save on, the job may remove the checkpoint."""
+    _find_run(checkpoint)
     was_pinned = unpin(checkpoint)
     report.fields = {"run": checkpoint, "was_pinned": was_pinned}
     report.line((f"{checkpoint} is no longer pinned", GOOD) if was_pinned else f"{checkpoint} was not pinned")

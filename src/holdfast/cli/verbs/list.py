@@ -171,6 +171,7 @@ def _make_tier_column(storage: Any) -> Column[Found]:
 def _list_marks(survey: Survey, one: Found, extremes: Mapping[str, Sequence[StepName | None]]) -> list[str]:
     marks = ["newest"] if one is survey.newest else []
     marks += ["damaged"] if one.damages else []
+    marks += ["not_finite"] if _is_not_finite(one) else []
     marks += ["may_be_in_progress"] if one.may_be_in_progress else []
     marks += ["referred_to"] if one.referred_by else []
     marks += [f"read_by:{unspaced(hold.reader)}" if hold.reader else "pinned" for hold in survey.find_holds(one)]
@@ -207,14 +208,17 @@ def _mark(survey: Survey, one: Found) -> Words:
         return ("manifest missing", BAD)
     if one.damages:
         return ("newest, damaged" if one is survey.newest else "damaged", BAD)
-    held = ", ".join(_describe_hold(hold) for hold in survey.find_holds(one))
-    if one is survey.newest:
-        return (f"newest, {held}" if held else "newest", GOOD)
-    if held:
-        return (held, NOTABLE)
+    is_newest, is_bad = one is survey.newest, _is_not_finite(one)
+    marks = ["newest"] * is_newest + ["not finite"] * is_bad + [*map(_describe_hold, survey.find_holds(one))]
+    if marks:
+        return (", ".join(marks), BAD if is_bad else GOOD if is_newest else NOTABLE)
     if one.may_be_in_progress and one.state is State.UNFINISHED:
         return ("being written?", NOTABLE)
     return (_STATE_MARKS.get(one.state, "referred to" if one.referred_by else ""), FAINT)
+
+
+def _is_not_finite(one: Found) -> bool:
+    return one.manifest is not None and not one.manifest.facts.is_finite
 
 
 def _describe_hold(hold: Hold) -> str:

@@ -35,6 +35,7 @@ from holdfast.errors import DamageError, UsageError
 from holdfast.events import WitnessAgreed, WitnessDiffers, read_events
 from holdfast.format.names import data_name, index_name, join
 from holdfast.format.nodes import count_values, describe, find_nodes, list_values
+from holdfast.format.records import Manifest
 from holdfast.format.scalars import Node
 from holdfast.restore.candidates import make_selection
 from holdfast.witness.ring import read_ring
@@ -171,10 +172,20 @@ def _show_heading(report: Report, heading: Heading, witness: Mapping[str, Any] |
         "refers to": ", ".join(references),
         "written by": ", ".join(f"{library} {version}" for library, version in sorted(manifest.versions.items())),
         "metrics": ", ".join(f"{metric} = {figure_text(value)}" for metric, value in manifest.metrics.items()),
+        "not finite": _nonfinite_text(manifest),
         "metadata": notes if len(notes) <= _MAX_NOTE_CHARACTERS else notes[: _MAX_NOTE_CHARACTERS - 3] + "...",
         "witness": f"steps {witness['first_step']} to {witness['last_step']}{restart}" if witness else "",
     }
     report.facts(facts)
+
+
+def _nonfinite_text(manifest: Manifest) -> str:
+    if manifest.nonfinite is None or not manifest.nonfinite.leaves:
+        return ""
+    names, leaves = manifest.nonfinite.names, manifest.nonfinite.leaves
+    return (
+        "nan or infinity in " + ", ".join(names) + (f" and {leaves - len(names)} more" if leaves > len(names) else "")
+    )
 
 
 def _show_tree(report: Report, contents: Contents, depth: int) -> None:

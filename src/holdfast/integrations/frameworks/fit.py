@@ -61,11 +61,6 @@ def split_options(directory: Directory, given: Mapping[str, Any], taken: Collect
     make_termination(every["preemption"], objects, grace=every["grace"])
     check_switches(**{name: every[name] for name in ("strict", "strict_resume", "quiet")})
     read_watchdog(every["watchdog"])
-    if every["on_nonfinite"] == "rollback":
-        raise UsageError(
-            'on_nonfinite="rollback" needs a loop of your own: the framework knows nothing of a step back',
-            hint='Use "raise", and `holdfast rollback RUN@STEP` to the step that the error names.',
-        )
     SaveOptions.pick(every, save_every=Auto(), keep=Latest(3))
     return Settings(directory, options, objects)
 
@@ -190,6 +185,10 @@ class Fit:
         """Returns how many epochs were complete at the save that was restored; 0 if that is not known."""
         return 0
 
+    def hold_place(self) -> Callable[[], object]:
+        """Notes the place in the data; what it returns has the next save store that, and all else as restored."""
+        raise NotImplementedError
+
     def enter(self, settings: Settings, objects: Mapping[str, Any], imported: ImportedStart | None = None) -> Run:
         """**Blocks.** Restores, from what an imported checkpoint has, if there is one, and begins the run.
 
@@ -204,6 +203,7 @@ class Fit:
             run = resumable(settings.directory, Checkpoint(**present), **{**settings.options, "on_resize": "allow"})
         run.manager.lineage.restored_by = "Resumable(...)"
         run.manager.lineage.count_epochs = self.count_restored_epochs
+        run.go_on_by_restart(self.hold_place)
         run.__enter__()
         self.run = run
         if imported is not None:

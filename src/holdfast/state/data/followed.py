@@ -6,6 +6,7 @@ passes, and decides which batches belong to a step that is saved.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -13,6 +14,7 @@ from typing import Any, Final, TypeVar
 
 from holdfast.errors import UsageError
 from holdfast.format.records import Worker
+from holdfast.process.progress import LongRead
 from holdfast.process.pulse import take_batch
 from holdfast.state.adapters import StateDictAdapter
 from holdfast.state.data.followed_loader import FollowedLoader
@@ -41,10 +43,11 @@ class _WayBack:
         count: How often it has gone back.
         state: While it goes back, the state to which it does; None otherwise.
         rests: By the identity of a loader, the rest of the pass that a loop over it continues with.
+        epochs: How many epochs there are in all: it leads no further.
     """
 
     def __init__(self) -> None:
-        self.count = 0
+        self.count = self.epochs = 0
         self.state: Mapping[str, Any] | None = None
         self.rests: dict[int, Iterator[Any]] = {}
 
@@ -100,6 +103,7 @@ class FollowedData:
 
     def epochs(self, total: int) -> Iterator[int]:
         """Yields the numbers of the remaining epochs."""
+        self._back.epochs = total
         self._check_workers()
         if self._is_in_epochs:
             raise UsageError("run.epochs cannot be called inside of an epoch of run.epochs")
@@ -372,14 +376,18 @@ class FollowedData:
         """Returns how many loaders are trained on."""
         return sum(one.trains for one in self._loaders)
 
-    def go_back(self, state: Mapping[str, Any] | None, batches: int) -> None:
+    def go_back(self, state: Mapping[str, Any] | None, batches: int) -> int:
         """**Blocks** while it draws that many batches after a state, or the loaded one; they are left out.
 
         Loops that are in a pass of a loader go on with the batch after them.
+
+        Returns:
+            How many of them there are not: the last epoch has ended.
         """
+        lacking = 0
         state, self._back.count = state or self._back.state, self._back.count + 1
         if not state:
-            return  # The step has no place in a loader.
+            return lacking  # The step has no place in a loader.
         self.epoch, self._was_in_epochs, self._pending = state["epoch"], state["in_epochs"], []
         stored = [*state["loaders"]]
         self._back.rests.clear()
@@ -395,29 +403,36 @@ class FollowedData:
             one.load(found, is_in_epochs=False)
             one.used = (-1 if is_outside else self.epoch), one.used[1]
             if one.trains and batches:
-                self._leave_out(one, batches, is_outside=is_outside)
+                lacking = self._leave_out(one, batches, is_outside=is_outside)
                 one.used = (-1 if is_outside else self.epoch), one.used[1]
             one.current = object() if current is None and id(one) in self._back.rests else current
+        return lacking
 
-    def _leave_out(self, one: FollowedLoader, batches: int, *, is_outside: bool) -> None:
-        """Draws batches that no step takes, over one pass after the other; the rest of the last pass is kept."""
-        while batches:
-            rest = self._go_on(one, one.passes if is_outside else self.epoch)
-            for _ in rest:
-                one.taken += 1
-                one.done += 1
-                batches -= 1
-                if not batches:
+    def _leave_out(self, one: FollowedLoader, batches: int, *, is_outside: bool) -> int:
+        """Draws batches that no step takes, over one pass after the other; the rest of the last pass is kept.
+
+        Returns how many are not drawn, as the last epoch has ended.
+        """
+        left = batches
+        with LongRead(f"leaving out batches of {one.facts[0]}", lambda: batches, "batches") as shown:
+            while True:
+                rest = self._go_on(one, one.passes if is_outside else self.epoch)
+                for _ in itertools.islice(rest, left):
+                    one.taken, one.done, left = one.taken + 1, one.done + 1, left - 1
+                    shown.advance(1)
+                is_over = left > 0 and not is_outside and self.epoch + 1 >= self._back.epochs
+                if not left or is_over:
                     self._back.rests[id(one)] = rest
-                    return
-            if not one.done:
-                raise UsageError(f"{one.facts[0]} has no batches")
-            one.place.forget()
-            one.done = 0
-            if is_outside:
-                one.passes += 1
-            else:
-                self.epoch += 1
+                    self.epoch += is_over  # A restart finds no batch either.
+                    return left
+                if not one.done:
+                    raise UsageError(f"{one.facts[0]} has no batches")
+                one.place.forget()
+                one.done = 0
+                if is_outside:
+                    one.passes += 1
+                else:
+                    self.epoch += 1
 
     def _go_on(self, one: FollowedLoader, number: int) -> Iterator[Any]:
         """Begins a pass of the epoch of that number, or continues in the one to which training has gone back."""

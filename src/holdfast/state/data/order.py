@@ -166,6 +166,23 @@ class Batches(msgspec.Struct, frozen=True):
         end = self._end_of(place)
         return (0, end) if end <= self.length else divmod(end, self.length)
 
+    def move(self, epoch: int, place: int, batches: int) -> tuple[int, int]:
+        """Returns the epoch and the place after so many batches from a place on; the same if an epoch has no batch."""
+        if not (whole := self.count_from(0)):
+            return epoch, place
+        while batches > (left := self.count_from(place)):
+            if place == 0:
+                # Each epoch that begins at its first sample ends with its last one.
+                epochs = (batches - 1) // whole
+                epoch, batches = epoch + epochs, batches - epochs * whole
+                continue
+            further, place = self.end_of(place + (left - 1) * self.batch_size) if left else (1, 0)
+            epoch, batches = epoch + further, batches - left
+        if batches:
+            further, place = self.end_of(place + (batches - 1) * self.batch_size)
+            epoch += further
+        return epoch, place
+
     def blocks_from(self, place: int, block_samples: int) -> Iterator[tuple[int, list[range]]]:
         """Yields this worker's places in each batch that begins in this epoch, several batches at a time.
 

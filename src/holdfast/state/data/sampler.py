@@ -306,13 +306,7 @@ class ResumableSampler:
 
         None of them is loaded. Loops over loaders go on with the batch after them.
         """
-        epoch, position_samples = self._epoch, self._position_samples
-        for _ in range(batches):
-            if not self._cut.count_from(position_samples):
-                epoch, position_samples = epoch + 1, 0
-            further, position_samples = self._cut.end_of(position_samples)
-            epoch += further
-        self._move(epoch, position_samples)
+        self._move(*self._cut.move(self._epoch, self._position_samples, batches))
         self._skips += 1
 
     def state_dict(self) -> dict[str, Any]:

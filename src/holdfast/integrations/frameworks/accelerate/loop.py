@@ -78,6 +78,7 @@ def resumable(accelerator: Any, directory: Directory, **options: Any) -> Run:
     run = holdfast.training.resumable.resumable(directory, Checkpoint(**kept), **settings.options)
     run.manager.lineage.restored_by = "holdfast.accelerate.resumable(...)"
     run.completes_step = lambda: progress.end_batch(run)
+    run.go_on_by_restart(progress.hold_place)
     if places:
         count = lambda: places[0].source.iteration + bool(places[0].outline().get("ended"))  # noqa: E731
         run.manager.lineage.count_epochs = count
@@ -210,6 +211,16 @@ class _Progress:
     def __init__(self, accelerator: Any, places: list[DataPlace]) -> None:
         self._accelerator, self._places = accelerator, places
         self._is_restored = False
+        self._held: dict[str, Any] | None = None
+
+    def hold_place(self) -> Callable[[], object]:
+        """See `Run.go_on_by_restart`."""
+        now = self.state_dict()
+
+        def hold() -> None:
+            self._held = now
+
+        return hold
 
     def begin_where_it_was(self, run: Run) -> None:
         """Called when the loop takes the rest of a loader's epoch."""
@@ -230,6 +241,8 @@ class _Progress:
         return bool(self._accelerator.sync_gradients)
 
     def state_dict(self) -> dict[str, Any]:
+        if self._held is not None:
+            return self._held
         accelerator = self._accelerator
         places = [place.state_dict() for place in self._places]
         return {"step": accelerator.step, "accumulated": accelerator.gradient_accumulation_steps, "places": places}

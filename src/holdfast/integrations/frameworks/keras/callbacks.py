@@ -12,13 +12,8 @@ from holdfast.catalog import StoredRun
 from holdfast.catalog.deletion import clear_run
 from holdfast.errors import UsageError
 from holdfast.integrations.frameworks.fit import Directory, check_single, split_options, walk_callers
-from holdfast.integrations.frameworks.keras.fit import (
-    OWN_NAMES,
-    EveryBatches,
-    FitRun,
-    end_left_fits,
-    find_fit,
-)
+from holdfast.integrations.frameworks.keras.batch_policy import EveryBatches
+from holdfast.integrations.frameworks.keras.fit import OWN_NAMES, FitRun, end_left_fits, find_fit
 from holdfast.numbers import check_whole
 from holdfast.options import check_switches
 from holdfast.policies import Epochs, Latest, RetentionPolicy, SavePolicy

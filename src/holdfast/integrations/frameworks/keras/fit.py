@@ -21,6 +21,7 @@ from msgspec.structs import asdict, replace
 
 from holdfast.errors import SaveFailedError, StorageError, UsageError
 from holdfast.integrations.frameworks.fit import Fit, Replaced, Settings, walk_callers
+from holdfast.integrations.frameworks.keras.batch_policy import EveryBatches
 from holdfast.integrations.frameworks.keras.data import Arrays, DataSource, Loader, PyDatasetSource, read_again
 from holdfast.integrations.frameworks.keras.state import (
     CallbackStates,
@@ -33,8 +34,7 @@ from holdfast.integrations.frameworks.keras.state import (
     read_global_seed,
     write_global_seed,
 )
-from holdfast.policies import SavePolicy, counts_epochs
-from holdfast.policies.saving import SaveDecision, SaveMoment
+from holdfast.policies import counts_epochs
 from holdfast.process.terminal import inform
 from holdfast.state.data.replay import Watched, describe_change
 from holdfast.state.rng import RNG
@@ -42,35 +42,10 @@ from holdfast.state.rng import RNG
 _NOTHING: Final = object()
 _UNSET: Final = object()
 
+_OF_DATA: Final = ("epoch", "place", "is_stopped", "data", "own_random")
+"""The part of the state of a fit that says how far training is in the data."""
+
 OWN_NAMES: Final = ("model", "optimizer", "metrics", "buffers", "fit", "rng")
-
-
-class EveryBatches(SavePolicy):
-    """Saves when that many batches were trained since the previous save.
-
-    Attributes:
-        batches: After how many batches; 0 for never.
-    """
-
-    # Workers find the same by themselves.
-    by_step = True
-
-    def __init__(self, batches: int) -> None:
-        self.batches, self._since = batches, 0
-
-    def note(self, batches: int) -> None:
-        """Counts a step with that many batches."""
-        self._since += batches
-
-    def decide_save(self, moment: SaveMoment) -> SaveDecision:
-        """Returns whether to save at this moment, and why."""
-        if self.batches and self._since >= self.batches:
-            self._since = 0
-            return SaveDecision(True, f"{self.batches} batches were trained")
-        return SaveDecision(False, "too few batches were trained")
-
-    def __repr__(self) -> str:
-        return f"EveryBatches({self.batches})"
 
 
 def find_fit(model: Any) -> tuple[Any, Any]:
@@ -324,11 +299,13 @@ class _RestoredEpoch(msgspec.Struct):
         state: What was stored of callbacks and data.
         copies: Small variables.
         random: The random generators.
+        held: What is saved in place of what there is, once training has gone back: a new process goes on.
     """
 
     state: dict[str, Any]
     copies: list[tuple[Any, Any]] = msgspec.field(default_factory=list)
     random: dict[str, Any] | None = None
+    held: dict[str, Any] = msgspec.field(default_factory=dict)
 
 
 class FitRun(keras.callbacks.Callback, Fit):
@@ -360,6 +337,18 @@ class FitRun(keras.callbacks.Callback, Fit):
         self._before_test: dict[str, Any] | None = None
         self._initial_epoch: Any = _UNSET
         self._end: Any = None
+
+    def hold_place(self) -> Callable[[], object]:
+        """See `Fit`."""
+        if hasattr(self._model, "jax_state_sync"):
+            self._model.jax_state_sync()  # Else its trainer's arrays are saved, and not the restored ones.
+        left = self._read()
+
+        def hold() -> None:
+            assert self._restored is not None  # The restore has called `_write`.
+            self._restored.held = {**self._restored.state, **{name: left[name] for name in _OF_DATA}}
+
+        return hold
 
     def count_restored_epochs(self) -> int:
         """See `Fit`."""
@@ -521,7 +510,7 @@ class FitRun(keras.callbacks.Callback, Fit):
         objects: dict[str, object] = {
             "model": Variables(model, model.variables),
             "optimizer": Variables(model, optimizer),
-            "metrics": Variables(model, model.metrics_variables),
+            "metrics": Variables(model, model.metrics_variables, is_trained=False),
         }
         if keras.backend.backend() == "torch" and (buffers := list_buffers(model)):
             objects["buffers"] = buffers
@@ -543,6 +532,7 @@ class FitRun(keras.callbacks.Callback, Fit):
             "own_random": [one.get_state() for one in self._feed.source.generators()],
             "optimizers": self._optimizers.read(),
             "seed": read_global_seed(),
+            **({} if self._restored is None else self._restored.held),
         }
 
     def _write(self, state: dict[str, Any]) -> None:

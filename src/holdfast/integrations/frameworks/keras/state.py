@@ -30,8 +30,9 @@ class Variables:
     Keras numbers the names of the objects of a process (`dense_1`), so these numbers mean nothing and are left out.
     """
 
-    def __init__(self, model: Any, variables: Iterable[Any]) -> None:
-        self._model = model
+    def __init__(self, model: Any, variables: Iterable[Any], *, is_trained: bool = True) -> None:
+        """`is_trained` says that a value that is not finite is a sign of bad training; a sum of losses may have one."""
+        self._model, self.is_trained = model, is_trained
         self._variables = {_name(number, variable): variable for number, variable in enumerate(variables)}
 
     def read(self) -> dict[str, Any]:
@@ -219,8 +220,8 @@ class _VariablesAdapter(Adapter):
         return lambda: obj.write(live, loading.complete(value))
 
     def list_trained(self, obj: Variables) -> Iterable[str]:
-        """See `Adapter`: all of it, as what Keras does not train depends on what it trains."""
-        return ("",)
+        """See `Adapter`: all of a model, as what Keras does not train depends on what it trains."""
+        return ("",) if obj.is_trained else ()
 
     def oversights_of(self, obj: Variables) -> Oversights:
         """See `Adapter`: an optimizer of torch may train these."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch.utilities.combined_loader import _SUPPORTED_MODES
@@ -23,6 +23,9 @@ from holdfast.integrations.torch.draws import (
 from holdfast.integrations.torch.loader import describe_loader
 from holdfast.integrations.torch.places import DataPlace
 from holdfast.state.data.sampler import ResumableSampler
+
+OF_DATA: Final = ("loaders", "made_with", "ahead", "reloaded_at", "validation_reloaded_at", "validation")
+"""The names in what `FitData.read` returns."""
 
 
 class FitData:

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map, tree_map_only
 from holdfast.errors import UsageError
 from holdfast.integrations.frameworks.evaluation import Evaluation
 from holdfast.integrations.frameworks.fit import Fit, ImportedStart, Settings, find_import
-from holdfast.integrations.frameworks.lightning.data import FitData, read_epoch
+from holdfast.integrations.frameworks.lightning.data import OF_DATA, FitData, read_epoch
 from holdfast.integrations.frameworks.lightning.state import (
     KeptTree,
     OwnTree,
@@ -37,6 +37,9 @@ from holdfast.state import RNG
 
 # Older versions average no weights.
 _AVERAGING: Final[Any] = getattr(lightning_callbacks, "WeightAveraging", ())
+
+_OF_STEPS: Final = ("optim_progress", "optim_step_progress", "scheduler_progress", "epoch_loop.state_dict")
+"""The ends of the names of what Lightning counts by optimizer steps; the rest counts batches and epochs."""
 
 
 class _RestoredFit(msgspec.Struct):
@@ -294,6 +297,22 @@ class LightningFit(Fit):
             # The fit ends here, within its epoch: a longer one goes on with the rest of it.
             run.save_last()
             self._cut = (*self._note_state(), Evaluation(run, trainer.lightning_module, trainer.strategy.root_device))
+
+    def hold_place(self) -> Callable[[], object]:
+        """See `Fit`."""
+        shared, own = self._note_state()
+
+        def hold() -> None:
+            stored, mine = self._trained.loaded, self._own.loaded or own
+            place = {name: shared[name] for name in ("is_in_epoch", "should_stop", "datamodule", "accumulated")}
+            progress = {
+                name: stored["progress"][name] if name.endswith(_OF_STEPS) else there
+                for name, there in shared["progress"].items()
+            }
+            kept = {name: value for name, value in stored.items() if name not in ("ended", "is_validating")}
+            self._before = {**kept, **place, "progress": progress}, {**mine, **{name: own[name] for name in OF_DATA}}
+
+        return hold
 
     def _note_state(self) -> tuple[dict[str, Any], dict[str, Any]]:
         shared, own = self._read_shared(), self._read_own()

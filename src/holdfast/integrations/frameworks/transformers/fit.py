@@ -185,6 +185,16 @@ class TrainerFit(TrainerCallback, Fit):  # type: ignore[misc, unused-ignore]
         """See `Fit`."""
         return self._live.count_restored_epochs()
 
+    def hold_place(self) -> Callable[[], object]:
+        """See `Fit`."""
+        shared, own = self._live.state_dict(), self._worker.state_dict()
+
+        def hold() -> None:
+            self._live.hold_place(shared)
+            self._worker.hold_place(own)
+
+        return hold
+
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Restores, once everything to restore exists; the Trainer is about to begin its first epoch."""
         trainer, progress, imported = self._trainer, self._live, self._start.imported

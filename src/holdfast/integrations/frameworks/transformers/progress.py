@@ -175,6 +175,19 @@ class TrainerProgress:
         """Ends the evaluation."""
         self.unfinished = self._held = None
 
+    def hold_place(self, left: Mapping[str, Any]) -> None:
+        """Has saves store what was restored, with the place in the data at which training was left."""
+        there = json.loads(left["progress"])
+        fields, (over, before) = there["fields"], there["epochs"]
+        # As many steps of the epoch are done as were there: some are left out.
+        moved = {
+            **self._stored,
+            **{name: there[name] for name in ("control", "unfinished", "place")},
+            "fields": {**self.fields, "epoch": fields["epoch"]},
+            "epochs": [over, self.global_step - (fields["global_step"] - before)],
+        }
+        self._held = {"progress": dump(moved), "files": self._files}
+
     def apply(self, trainer: Any) -> None:
         """Puts it into the Trainer, whose loop is about to begin."""
         for name in _APPLIED:
@@ -252,6 +265,10 @@ class TrainerWorker:
     def end_evaluation(self) -> None:
         """Ends the evaluation."""
         self._held = None
+
+    def hold_place(self, left: Mapping[str, Any]) -> None:
+        """Has saves store what was restored, with the place in the data at which training was left."""
+        self._held = {**(self._stored or left), "place": left["place"], "window": left["window"]}
 
     def apply(self) -> None:
         """Puts it into the Trainer, whose loop is about to begin."""
