@@ -228,3 +228,55 @@ def test_workers_that_are_killed_come_back_from_memory_and_disks() -> None:
         command, cwd=TESTS, check=False, capture_output=True, text=True, timeout=2 * PATIENCE_SECONDS
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
+
+
+def test_a_start_while_the_rest_is_written_takes_over_and_loses_nothing(user: Path) -> None:
+    kill_in_save(5)
+    (keeper,) = list_keepers(user)
+    os.kill(keeper, signal.SIGTERM)  # As `holdfast run` does when no start follows.
+    kill_in_save(8)
+    assert finish(9, 0)[0][0] == "restored 8 memory"
+
+
+def test_what_cannot_be_written_now_is_written_later(user: Path, place: Path) -> None:
+    process = start(100, 5, 1)
+    assert process.stdout is not None
+    assert "blocked\n" in iter(process.stdout.readline, "")
+    (place / "run").rename(place / "away")
+    (place / "run").write_text("in the way")
+    process.kill()
+    process.communicate()
+    (keeper,) = list_keepers(user)
+    seen: set[str] = set()
+
+    def have_two_failed() -> bool:
+        seen.update(Path(f"/proc/{keeper}/task/{keeper}/children").read_text().split())
+        return len(seen) >= 2
+
+    wait_until(have_two_failed)
+    (place / "run").unlink()
+    (place / "away").rename(place / "run")
+    wait_until(lambda: not list_keepers(user))
+    assert steps_on_disk()[-1] == 5
+
+
+def test_a_run_whose_keeper_is_gone_says_so_and_goes_on(user: Path) -> None:
+    process = start(8, 5)
+    assert process.stdout is not None
+    assert "blocked\n" in iter(process.stdout.readline, "")
+    for pid in list_keepers(user):
+        os.kill(pid, signal.SIGKILL)
+    _, err = process.communicate("x")
+    assert "saves are not kept in memory: the process that keeps them has ended" in err
+    assert steps_on_disk()[-1] == 8
+
+
+def test_a_second_manager_of_a_process_does_without_memory_at_once(place: Path) -> None:
+    events: list[Event] = []
+    state = {"w": np.ones(1000)}
+    first = hf.CheckpointManager(hf.Tiers(hf.HostMemory(), "run"), hf.Checkpoint(state=state))
+    first.save(1).wait_committed()
+    second = hf.CheckpointManager(hf.Tiers(hf.HostMemory(), "run"), hf.Checkpoint(state=state), sinks=[events.append])
+    assert any("another manager of this process has the run open" in str(event) for event in events)
+    second.close()
+    first.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
+import select
 import socket
 import subprocess
 import sys
@@ -98,6 +99,8 @@ class KeptMemory:
         answer = received[0]
         if not answer["is_alone"]:
             self.problem = "a process of an earlier start of this run, on this machine, is still there"
+            if answer["is_own"]:
+                self.problem = "another manager of this process has the run open: close that one first"
             connection.close()
             self._connection = None
             return
@@ -146,8 +149,11 @@ class KeptMemory:
     def take(self) -> int:
         """Returns the number of the image that is to be written next, which is not whole any more.
 
-        It is not the newest whole one.
+        It is not the newest whole one. Raises `OSError` if there is no process any more that keeps it.
         """
+        if self._connection is not None and select.select([self._connection], [], [], 0)[0]:
+            # It sends nothing by itself.
+            raise ConnectionError("the process that keeps them has ended")
         self._taken = 1 - self._newest if self._newest >= 0 else 0
         image = self._own[self._taken]
         self.images.remove(image)
@@ -195,7 +201,7 @@ class KeptMemory:
         return KeptImage(data, record)
 
     def _connect(self) -> socket.socket:
-        place = find_own_place()
+        place = find_own_place(outlasts_login=True)
         if place is None:
             raise OSError("there is no directory of this user alone for a socket; set XDG_RUNTIME_DIR")
         name = f"memory-{hashlib.sha256(self._url.encode()).hexdigest()[:24]}"

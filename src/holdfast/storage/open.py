@@ -63,6 +63,8 @@ def open_storage(location: str | os.PathLike[str] | Storage, **options: Any) -> 
     if not isinstance(location, str | os.PathLike):
         if isinstance(getattr(location, "traits", None), Traits) and not options:
             return location
+        if type(location).__name__ == "HostMemory" or getattr(location, "__name__", "") == "HostMemory":
+            hint = 'HostMemory() is the first of tiers: pass Tiers(HostMemory(), "/nvme/run")'
         raise UsageError(f"expected the location of a storage, got {type(location).__name__}", hint=hint)
     text = os.fspath(location)
     found = _SCHEME.match(text)

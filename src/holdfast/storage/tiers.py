@@ -130,6 +130,11 @@ class Tiers:
         urls = [one.url for one in self.tiers]
         roots = [one.storage.location for one in self.tiers]
         different = {url if root is None else root.resolve() for url, root in zip(urls, roots, strict=True)}
+        if len(tiers) == 1 and not urls:
+            raise UsageError(
+                "HostMemory() alone keeps nothing when the machine is lost",
+                hint='Name a place as well: Tiers(HostMemory(), "/nvme/run").',
+            )
         if not urls or len(tiers) < 2 or len(different) < len(urls):
             raise UsageError(
                 f"Tiers needs two places or more, and different ones, got {', '.join(urls) or 'none'}",
@@ -173,7 +178,8 @@ class Tiers:
         self._damages: dict[tuple[int, str], int] = {}
 
     def __repr__(self) -> str:
-        return f"Tiers({', '.join(repr(one.url) for one in self.tiers)})"
+        memory = ["HostMemory()"] if self.memory is not None else []
+        return f"Tiers({', '.join([*memory, *(repr(one.url) for one in self.tiers)])})"
 
     @property
     def url(self) -> str:

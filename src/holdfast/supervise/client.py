@@ -77,9 +77,14 @@ def find_socket(program: Program) -> str:
     return path if len(os.fsencode(path)) <= _LONGEST_PATH else ""
 
 
-def find_own_place() -> Path | None:
-    """Returns a directory of this user's alone, for sockets; None if there is none."""
+def find_own_place(*, outlasts_login: bool = False) -> Path | None:
+    """Returns a directory of this user's alone, for sockets; None if there is none.
+
+    systemd removes the one in `/run/user` when the user logs out, although programs may go on.
+    """
     place = Path(os.environ.get("XDG_RUNTIME_DIR") or f"/tmp/holdfast-{os.getuid()}")
+    if outlasts_login and place.is_relative_to("/run/user"):
+        place = Path(f"/tmp/holdfast-{os.getuid()}")
     try:
         place.mkdir(mode=0o700, exist_ok=True)
         facts = place.lstat()

@@ -28,6 +28,8 @@ PATIENCE_SECONDS: Final = 10.0
 
 _PEER: Final = struct.Struct("3i")
 _TALK_SECONDS: Final = 10.0
+_MOST_TRIES: Final = 12
+"""How often the rest is tried to be written, as a disk may be full, or a bucket out of reach."""
 
 
 @dataclass(eq=False)
@@ -39,6 +41,7 @@ class KeptClient:
         watch: A descriptor that shows its end.
         start: What all workers of one start have in common; empty until it has said it.
         rank: Its rank.
+        pid: The process.
         until: Until when it waits for the processes of other starts; 0 if it was answered.
     """
 
@@ -46,14 +49,18 @@ class KeptClient:
     watch: int
     start: str = ""
     rank: int = -1
+    pid: int = 0
     until: float = 0.0
 
 
 class Keeper:
     """The memory, and the processes that may write into it."""
 
-    def __init__(self, listener: socket.socket, path: str, keep_seconds: float, finisher: list[str]) -> None:
-        self._listener, self._path, self._finisher = listener, path, finisher
+    def __init__(
+        self, listener: socket.socket, path: str, keep_seconds: float, finisher: list[str], directory: str
+    ) -> None:
+        """`finisher` is run in that directory."""
+        self._listener, self._path, self._finisher, self._directory = listener, path, finisher, directory
         self._inode = Path(path).stat().st_ino
         self._keep_seconds = keep_seconds
         # By rank and number: the image, and its record.
@@ -64,6 +71,7 @@ class Keeper:
         self._left_at = time.monotonic()
         self._is_new, self._is_last = True, False
         self._writing: subprocess.Popen[bytes] | None = None
+        self._tries = 0
 
     def serve(self) -> None:
         """Serves until no client is left and nothing is kept."""
@@ -97,11 +105,11 @@ class Keeper:
                 Path(self._path).unlink()
 
     def _is_over(self) -> bool:
-        if self._clients or (self._writing is not None and self._writing.poll() is None):
+        if self._clients or self._writing is not None:
             return False
         # The first one is about to come.
         is_early = self._is_new and time.monotonic() < self._left_at + _TALK_SECONDS
-        return (not self._images and not is_early) or self._writing is not None
+        return not self._images and not is_early
 
     def _accept(self) -> None:
         try:
@@ -117,7 +125,7 @@ class Keeper:
         if watch < 0:
             connection.close()
             return
-        self._clients.append(KeptClient(connection, watch))
+        self._clients.append(KeptClient(connection, watch, pid=pid))
         self._is_new = False
 
     def _hear(self, client: KeptClient) -> None:
@@ -129,6 +137,11 @@ class Keeper:
         message, descriptors = received
         if "start" in message:
             client.start, client.rank = str(message["start"]), int(message["rank"])
+            if self._writing is not None and client.pid != self._writing.pid:
+                # A new start does that itself, and goes on with what is written by now.
+                self._writing.kill()
+                self._writing.wait()
+                self._writing, self._is_last = None, False
             client.until = time.monotonic() + PATIENCE_SECONDS
         elif "image" in message and len(descriptors) == 2:
             place = client.rank, int(message["image"])
@@ -136,7 +149,9 @@ class Keeper:
             self._images[place], descriptors = descriptors, []
         elif "leave" in message:
             if message["leave"]:
-                for place in [place for place in self._images if place[0] == client.rank]:
+                # An earlier start may have had more workers.
+                others = {other.rank for other in self._clients if other is not client}
+                for place in [place for place in self._images if place[0] not in others]:
                     self._drop(place)
             tell(client.connection, {})
             self._forget(client)
@@ -148,12 +163,14 @@ class Keeper:
         for client in self._clients:
             if not client.until:
                 continue
-            is_alone = all(other.start in ("", client.start) or other.until for other in self._clients)
-            if not is_alone and time.monotonic() < client.until:
+            others = [other for other in self._clients if other.start not in ("", client.start) and not other.until]
+            is_alone, is_own = not others, any(other.pid == client.pid for other in others)
+            if not is_alone and not is_own and time.monotonic() < client.until:
                 continue
             client.until = 0.0
             images = [*self._images.items()] if is_alone else []
-            tell(client.connection, {"images": len(images), "is_alone": is_alone, "keeper": os.getpid()})
+            answer = {"images": len(images), "is_alone": is_alone, "is_own": is_own, "keeper": os.getpid()}
+            tell(client.connection, answer)
             for (rank, number), descriptors in images:
                 tell(client.connection, {"rank": rank, "number": number}, descriptors)
             if not is_alone:
@@ -167,13 +184,20 @@ class Keeper:
         self._left_at = time.monotonic()
 
     def _go_on(self) -> None:
-        """Starts what writes the rest, once no client has come for as long as memory is kept."""
+        """Starts what writes the rest, once no client has come for as long as memory is kept; again, if it fails."""
+        if self._writing is not None and (code := self._writing.poll()) is not None:
+            self._writing, self._left_at, self._is_last = None, time.monotonic(), False
+            self._tries += 1
+            if code == 0 or self._tries >= _MOST_TRIES:
+                for place in [*self._images]:
+                    self._drop(place)
         if self._clients or self._writing is not None or not self._images:
             return
         if not self._is_last and time.monotonic() < self._left_at + self._keep_seconds:
             return
+        directory = self._directory if Path(self._directory).is_dir() else "/"
         nowhere = subprocess.DEVNULL
-        self._writing = subprocess.Popen(self._finisher, stdin=nowhere, stdout=nowhere, stderr=nowhere)
+        self._writing = subprocess.Popen(self._finisher, stdin=nowhere, stdout=nowhere, stderr=nowhere, cwd=directory)
 
     def _drop(self, place: tuple[int, int]) -> None:
         for descriptor in self._images.pop(place, []):
@@ -192,7 +216,8 @@ def main(descriptor: int, path: str, keep_seconds: float, finisher: list[str]) -
     if os.fork():
         os._exit(0)
     os.setsid()
+    directory = str(Path.cwd())
     os.chdir("/")
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGTSTP):
         signal.signal(number, signal.SIG_IGN)
-    Keeper(socket.socket(fileno=descriptor), path, keep_seconds, finisher).serve()
+    Keeper(socket.socket(fileno=descriptor), path, keep_seconds, finisher, directory).serve()

@@ -38,7 +38,8 @@ _OUTLIVED_SECONDS: Final = 600.0
 """A program that runs so long after a Ctrl-C did not take it for the wish to end."""
 _END_SECONDS: Final = 5.0
 """How long the program may take to end after a second Ctrl-C."""
-_MEMORY_SECONDS: Final = 300.0
+_MEMORY_SECONDS: Final = 60.0
+"""How long to wait at the end until what was in memory only is written."""
 _ORPHANS_SECONDS: Final = 2.0
 _ORPHANS_LOOK_SECONDS: Final = 0.001
 _FORK_SECONDS: Final = 10.0
@@ -410,7 +411,9 @@ class Supervisor:
         for child in filter(_keeps_memory, list_children()):
             os.kill(child, signal.SIGTERM)
             while child not in self._ended and not self._interrupted_at[1:] and time.monotonic() < until:
-                self._turn(_MEMORY_SECONDS)
+                self._turn(until - time.monotonic())
+            if child not in self._ended:
+                _say("the newest save is in memory only; another process goes on to write it")
         if verdict.why:
             _say(f"not started again: {verdict.why}")
         return INTERRUPTED if self._asked == signal.SIGINT and end.code == -signal.SIGINT else end.exit_code

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 
@@ -73,7 +74,7 @@ def open_memory(
         rank, start = peers.rank, peers.gather_decide_broadcast(start, lambda records: records[0], _WHAT)
     memory.open(rank, start.hex())
     if memory.problem:
-        say(f"nothing is kept in memory, {memory.problem}")
+        say(f"nothing is kept in memory: {memory.problem}")
     goal = tiers.nearest if nearby.is_common else tiers.tiers[-1].storage
     offers = [
         ImageOffer(msgspec.structs.replace(record, index=b""), memory.keeper) for record in memory.images.list_records()
@@ -144,7 +145,7 @@ def _make_manifest(name: StepName, records: Sequence[ImageRecord]) -> bytes:
 
 
 def main(url: str) -> None:
-    """Writes what is in memory, in a process that is started when no program has come for it.
+    """Writes what is in memory, in a process that is started when no program has come for it; exits with 1 if it can't.
 
     Args:
         url: The place of the first tier that outlives the processes.
@@ -154,4 +155,10 @@ def main(url: str) -> None:
     tiers = Tiers(HostMemory(), storage)
     assert tiers.memory is not None
     open_memory(tiers, tiers.memory, None, Nearby(), inform)
+    offers = [ImageOffer(record, "") for record in tiers.memory.images.list_records()]
+    # A run without the images' generation is not there at this moment: its disk may not be mounted.
+    generation = StoredRun(storage).look().generation
+    is_left = any(offer.record.generation > generation for offer in offers)
+    is_left = is_left or bool(choose_unwritten(storage, offers).directory)
     tiers.memory.close(is_done=False)
+    sys.exit(is_left)
