@@ -542,7 +542,7 @@ class Clocked(Event, frozen=True):
         begun_at_unix_seconds: When the process began. The sums are those of worker 0 since then.
         setup_seconds: All before the restore, such as imports.
         restore_seconds: The restore.
-        train_seconds: Steps, and the program's own code, such as evaluations.
+        train_seconds: Steps, and the program's own code.
         data_seconds: Waits for data, as far as holdfast sees them.
         save_seconds: The time for which saves stopped training.
         leave_seconds: The end, with the last save.
@@ -550,6 +550,7 @@ class Clocked(Event, frozen=True):
         step: How many are complete now.
         repeated_steps: How many of those that it has done an earlier start had done, too.
         is_last: True if the run was left, and is not to be expected to go on.
+        evaluate_seconds: Evaluations, as far as holdfast sees them.
     """
 
     begun_at_unix_seconds: float
@@ -563,6 +564,7 @@ class Clocked(Event, frozen=True):
     step: int
     repeated_steps: int = 0
     is_last: bool = False
+    evaluate_seconds: float = 0.0
 
     def __str__(self) -> str:
         whole, train = self.at_unix_seconds - self.begun_at_unix_seconds, self.train_seconds
