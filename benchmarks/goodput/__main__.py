@@ -54,6 +54,8 @@ WAYS: Final = {
     "run": Way("holdfast under `holdfast run`", "holdfast", _RUN),
     "overlap": Way("the same, with `overlap_copy`", "overlap", _RUN),
     "auto": Way("the same, with `overlap_copy` and `Auto()`", "auto", _RUN, unmeasured=10),
+    "memory": Way("the same, with `HostMemory()`", "memory", _RUN),
+    "memory-overlap": Way("the same, with `HostMemory()` and `overlap_copy`", "memory-overlap", _RUN),
     "no-spare": Way("holdfast, started afresh", "holdfast", [*_RUN, "--no-spare"]),
     "torch": Way("`torch.save`, started afresh", "torch", []),
     "dcp": Way("DCP, started afresh", "dcp", []),

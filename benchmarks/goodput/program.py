@@ -1,7 +1,8 @@
 """A training program that is killed: `program.py WAY DIRECTORY NOTES WIDTH`. It notes times in a file, in each start.
 
 WAY is `none` (nothing is saved), `holdfast`, `overlap` (with an overlapped copy), `auto` (that, at the intervals of
-`Auto`), `torch` or `dcp`. With several workers each has the whole model, and the first one notes.
+`Auto`), `memory` (kept in memory as well), `memory-overlap` (both), `torch` or `dcp`. With several workers each has the
+whole model, and the first one notes.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def main(way: str, directory: Path, notes: Path, width: int) -> None:
     if way == "none":
         for step in count():
             train(step)
-    if way in ("holdfast", "overlap", "auto"):
+    if way in ("holdfast", "overlap", "auto", "memory", "memory-overlap"):
         _train_resumable(way, directory, model, optimizer, train, note)
     else:
         _train_with_files(way, directory, model, optimizer, train, note)
@@ -65,12 +66,13 @@ def _train_resumable(
     import holdfast as hf
 
     chosen: dict[str, Any] = {"save_every": hf.Seconds(SAVE_SECONDS)}
-    if way == "overlap":
+    if way.endswith("overlap"):
         chosen["overlap_copy"] = True
     elif way == "auto":
         chosen = {"save_every": hf.Auto(), "overlap_copy": True}
+    place = hf.Tiers(hf.HostMemory(), directory) if way.startswith("memory") else directory
     at = time.monotonic()
-    with hf.resumable(directory, model=model, optimizer=optimizer, keep=hf.Latest(2), **chosen) as run:
+    with hf.resumable(place, model=model, optimizer=optimizer, keep=hf.Latest(2), **chosen) as run:
         if int(os.environ.get("RANK", "0")) == 0:
             note("read", time.monotonic() - at)
         for step in run.steps(1 << 40):

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from holdfast.restore.records import Restoration
     from holdfast.save.handle import SaveHandle
     from holdfast.state import RNG, PerWorker, ResumableSampler, Shard, register_codec, register_type
+    from holdfast.storage.kept_memory import HostMemory
     from holdfast.storage.open import open_storage
     from holdfast.storage.tiers import Tier, Tiers
     from holdfast.training.backup import Backup
@@ -59,6 +60,7 @@ __all__ = [
     "EveryHours",
     "EveryN",
     "Followed",
+    "HostMemory",
     "Job",
     "JobRunner",
     "LastGood",
@@ -120,6 +122,7 @@ _HOMES: Final = {
     "Backup": "holdfast.training.backup",
     "Checkpoint": "holdfast.checkpoint",
     "CheckpointManager": "holdfast.manager",
+    "HostMemory": "holdfast.storage.kept_memory",
     "Job": "holdfast.jobs",
     "JobRunner": "holdfast.jobs",
     "LocalSession": "holdfast.jobs",

@@ -163,7 +163,7 @@ class CheckpointManager:
                 self.emit(Warned(text=text))
             self._failures, self._calls = PendingFailures(failures_allowed), CallGuard(self.url)
             holders = {} if self.participant is None else self.participant.holders
-            stager = Stager(HostBuffer(), worker, holders, named.all)
+            stager = Stager(HostBuffer() if copier is None else copier.make_buffer(), worker, holders, named.all)
             writer, recycler = make_writer(self.storage, options, self.participant, self.emit, copier)
             self._engine = Engine(writer, recycler, stager, worker, options, self._failures, self.emit, self._calls)
             self._make_handle = partial(

@@ -137,6 +137,7 @@ TABLE: dict[str, tuple[Call, tuple[Any, ...]]] = {
         (2, -3),
     ),
     "Tier keep": (lambda p, v: hf.Tier(p, keep=v), FROM_ONE),
+    "HostMemory keep_seconds": (lambda p, v: hf.HostMemory(keep_seconds=v), FROM_ONE),
     "Tier every": (lambda p, v: hf.Tier(p, every=v), FROM_ONE),
     "Tier most_bytes_per_second": (lambda p, v: hf.Tier(p, most_bytes_per_second=v), FROM_ONE),
     "ask timeout_seconds": (lambda p, v: hf.ask(p, "status", timeout_seconds=v), (0, -1, NAN)),

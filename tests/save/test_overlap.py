@@ -693,7 +693,7 @@ def test_once_a_save_has_ended_nothing_of_it_is_kept_alive(fails: bool) -> None:
     manager = hf.CheckpointManager(Storage(), hf.Checkpoint(model=model, optimizer=optimizer), overlap_copy=True)
     handle = manager.save(1)
     handle.wait_ended(60)
-    memory = weakref.ref(manager._engine._stager.buffer._memory)
+    memory = weakref.ref(manager._engine._stager.buffer.memory)
     model.weight.data = torch.zeros(3, 3)
     gc.collect()
     # Though nobody has been told of the error yet, which knows where it came from.

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from holdfast.catalog import StoredRun
-from holdfast.catalog.publish import Receipts, commit
+from holdfast.catalog.publish import Receipts, commit, make_manifest
 from holdfast.events import Event
 from holdfast.format.names import StepName
 from holdfast.format.records import Manifest, Worker
@@ -33,7 +33,9 @@ def commit_parts(storage: Storage, receipts: Sequence[Receipts], name: StepName)
     workers = tuple(record for one in receipts for record in one.workers)
     together = Receipts(workers, features=tuple({name for one in receipts for name in one.features}))
     token = StoredRun(storage).opening(name.generation).token
-    return commit(StoredRun(storage), together, name, token=token, metrics={}, metadata={})
+    manifest = make_manifest(together, name, metrics={}, metadata={})
+    commit(StoredRun(storage), manifest, token=token)
+    return manifest
 
 
 def save_job(storage: Storage, jobs: Sequence[Mapping[str, object]], step: int = 1) -> Manifest:

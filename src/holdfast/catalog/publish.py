@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import cache
 from typing import Any, Final
 
@@ -56,36 +56,32 @@ class Receipts(msgspec.Struct, frozen=True):
         return sum(reference.size_bytes for reference in self.references)
 
 
+_FINITE: Final = Nonfinite()
 _NAMED_LIBRARIES: Final = ("torch", "numpy", "jax", "keras")
 
 
-def commit(
-    run: StoredRun,
+def make_manifest(
     receipts: Receipts,
     name: StepName,
     *,
-    token: str,
     metrics: Mapping[str, float],
     metadata: Mapping[str, Any],
-    nonfinite: Nonfinite | None = None,
+    exempt: Collection[str] | None = None,
 ) -> Manifest:
-    """**Blocks.** Publishes the manifest of a step whose bytes are durable, and checks that it counts.
+    """Returns the manifest of a step whose bytes are known.
 
-    A crash before the publication leaves debris; after it, a whole checkpoint that has not been reported yet. `token`
-    is that of the generation's opener;
-    `nonfinite` says what of the state is not finite.
-
-    Raises:
-        FencedError: If a newer generation was opened: the step may exist, but must not be called committed, because the
-            newer job may not have seen it when it began.
-        StorageError: If the storage fails, or the run or a step that this one refers to was removed meanwhile.
+    The leaves that were not finite in the run's first checkpoint are `exempt`; None if this is the first.
     """
+    found = receipts.nonfinite
+    nonfinite = None if found is None else _FINITE
+    if found or exempt:
+        nonfinite = Nonfinite.of(found or (), receipts.nonfinite_count, exempt)
     features = set(receipts.features)
     features |= {REFERENCES} if receipts.references else set()
     features |= {SHARDS} if len(receipts.workers) > 1 else set()
     # Of holdfast, of Python, and of those libraries that this process has in use.
     used = ("holdfast", *(library for library in _NAMED_LIBRARIES if library in sys.modules))
-    manifest = Manifest(
+    return Manifest(
         step=name.step,
         generation=name.generation,
         attempt=name.attempt,
@@ -99,6 +95,20 @@ def commit(
         references=receipts.references,
         nonfinite=nonfinite,
     )
+
+
+def commit(run: StoredRun, manifest: Manifest, *, token: str) -> None:
+    """**Blocks.** Publishes the manifest of a step whose bytes are durable, and checks that it counts.
+
+    A crash before the publication leaves debris; after it, a whole checkpoint that has not been reported yet. `token`
+    is that of the generation's opener.
+
+    Raises:
+        FencedError: If a newer generation was opened: the step may exist, but must not be called committed, because the
+            newer job may not have seen it when it began.
+        StorageError: If the storage fails, or the run or a step that this one refers to was removed meanwhile.
+    """
+    name = manifest.name
     if not run.storage.publish(name.manifest_path, seal(manifest)):
         raise StorageError(
             f"{run.url}: {name.directory} has a manifest that this save did not write",
@@ -108,7 +118,6 @@ def commit(
     run.check_owned(name.generation, token)
     if manifest.references:
         check_references(run, manifest)
-    return manifest
 
 
 def check_references(run: StoredRun, manifest: Manifest) -> None:

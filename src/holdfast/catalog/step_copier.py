@@ -8,6 +8,7 @@ from typing import Protocol
 from holdfast.format.names import StepName
 from holdfast.format.records import Manifest
 from holdfast.policies import KeptCandidate, RetentionPolicy
+from holdfast.storage.kept_images import ImageRecord
 
 
 class StepCopier(Protocol):
@@ -15,9 +16,11 @@ class StepCopier(Protocol):
 
     Attributes:
         keep: What is kept in the nearest tier.
+        keeps_images: True if the image of each save is to be kept in memory that outlives this process.
     """
 
     keep: RetentionPolicy
+    keeps_images: bool
 
     def align(self) -> None:
         """**Blocks.** Makes all tiers know the same generations; see `Tiers.align`."""
@@ -27,6 +30,12 @@ class StepCopier(Protocol):
 
     def check(self) -> None:
         """Raises `FencedError` if another job was found to have gone on in a farther tier."""
+
+    def keep_image(self, record: ImageRecord) -> None:
+        """Called when the image of a save is whole in memory, with what the next start needs of it."""
+
+    def forget_image(self, name: StepName) -> None:
+        """Called when the image of a save, if it was kept, is not to be restored."""
 
     def note_committed(self) -> None:
         """Called when a step is committed in the nearest tier."""

@@ -21,7 +21,9 @@ from holdfast.state.leaves import Pin
 GENTLE: Final = 30.0
 """How many times as long as it works a gentle thread rests: training loses 3 % of one processor at most."""
 
-_TOUCHED_BYTES: Final = 1 << 20
+TOUCHED_BYTES: Final = 1 << 20
+"""How much one job of `HostBuffer.touch` touches."""
+
 _WIPE_ON_FORK: Final = 18
 """`MADV_WIPEONFORK`, which Python has no name for."""
 
@@ -32,30 +34,36 @@ class HostBuffer:
     Copies to touched memory are about ten times faster than to fresh memory, so it is kept between saves and only ever
     grows, except that memory of an estimated size is cut to the size of the first save. Not thread-safe: one save uses
     it at a time.
+
+    Attributes:
+        count: How many places there are for the image of a save.
+        memory: The memory of the next image; None before there is any.
     """
 
+    count = 1
+
     def __init__(self) -> None:
-        self._memory: _Memory | None = None
+        self.memory: Memory | None = None
         self._is_estimate = False
 
     @property
     def size_bytes(self) -> int:
         """How much memory is held."""
-        return len(self._memory) if self._memory is not None else 0
+        return len(self.memory) if self.memory is not None else 0
 
     def take(self, size_bytes: int) -> memoryview:
         """Returns a writable view of that many bytes, beginning on a page, with its old content; or
         `OutOfMemoryError`."""
         wanted_bytes = max(round_up(size_bytes), mmap.PAGESIZE)
-        held_bytes = 0 if self._memory is None else len(self._memory)
+        held_bytes = 0 if self.memory is None else len(self.memory)
         is_other = held_bytes < wanted_bytes or (self._is_estimate and held_bytes > wanted_bytes)
-        if self._memory is None or (is_other and not self._memory.try_resize(wanted_bytes)):
+        if self.memory is None or (is_other and not self.memory.try_resize(wanted_bytes)):
             # Let go of the old memory first, so that the two are never held at once. A view that is still in
             # use keeps it alive until the view is freed.
             self.release()
-            self._memory = _map(wanted_bytes)
+            self.memory = _map(wanted_bytes)
         self._is_estimate = False
-        return memoryview(self._memory)[:size_bytes]
+        return memoryview(self.memory)[:size_bytes]
 
     def reserve(self, size_bytes: int) -> None:
         """Takes memory for a save that will need about that much; pages take none before they are touched."""
@@ -64,27 +72,27 @@ class HostBuffer:
 
     def pin(self, pin: Pin) -> None:
         """Pins the memory for a device, unless that was done, or tried, before."""
-        if self._memory is not None and not self._memory.is_pin_tried:
-            self._memory.is_pin_tried = True
+        if self.memory is not None and not self.memory.is_pin_tried:
+            self.memory.is_pin_tried = True
             if hasattr(mmap, "MADV_HUGEPAGE"):
                 # Untouched pages stay unpinned: a device has fewer pages to register, and the processor copies nothing.
-                self._memory.madvise(mmap.MADV_HUGEPAGE)
-            self._memory.unpin = pin(memoryview(self._memory))
+                self.memory.madvise(mmap.MADV_HUGEPAGE)
+            self.memory.unpin = pin(memoryview(self.memory))
 
     def touch(self) -> Iterator[Callable[[], object]]:
         """Returns jobs that give each page memory of its own, so that the first copy need not."""
-        if self._memory is None:
+        if self.memory is None:
             return
-        address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
-        for begin in range(0, len(self._memory), _TOUCHED_BYTES):
-            yield partial(ctypes.memset, address + begin, 0, min(_TOUCHED_BYTES, len(self._memory) - begin))
+        address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
+        for begin in range(0, len(self.memory), TOUCHED_BYTES):
+            yield partial(ctypes.memset, address + begin, 0, min(TOUCHED_BYTES, len(self.memory) - begin))
 
     def release(self) -> None:
         """Frees the memory as soon as no view of it is left."""
-        self._memory = None
+        self.memory = None
 
 
-class _Memory(mmap.mmap):
+class Memory(mmap.mmap):
     """Memory that is unpinned right before it is freed.
 
     If it were freed while it is pinned, a device would take later memory at that address for pinned as well, and copy
@@ -110,10 +118,10 @@ class _Memory(mmap.mmap):
         return True
 
 
-def _map(size_bytes: int) -> _Memory:
+def _map(size_bytes: int) -> Memory:
     # Private memory is touched for the first time far more quickly than shared memory.
     try:
-        memory = _Memory(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory = Memory(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, OverflowError) as error:
         raise OutOfMemoryError(
             f"no memory for a copy of the state, {size_bytes:,} bytes: {error}",

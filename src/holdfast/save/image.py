@@ -23,7 +23,15 @@ from holdfast.save.copy_plan import PART_BYTES, Copy, Job, Move, plan_copies
 from holdfast.save.host_memory import HostBuffer
 from holdfast.state import CaptureCache, Captured, check_capture
 from holdfast.state.finite import FloatTable, list_trained
-from holdfast.state.leaves import ArrayBackend, ArraySpec, DeviceCopier, Transfer, aliases_of
+from holdfast.state.leaves import (
+    ArrayBackend,
+    ArraySpec,
+    DeviceCopier,
+    Transfer,
+    aliases_of,
+    find_addresses,
+    find_versions,
+)
 from holdfast.storage.buffers import batches
 
 _PINNED_PART_BYTES: Final = 64 << 20
@@ -184,10 +192,15 @@ class Stager:
         # The buffer may hold an older snapshot after the end of this one.
         image[layout.size_bytes :] = bytes(round_up(layout.size_bytes) - layout.size_bytes)
         base = ctypes.addressof(ctypes.c_char.from_buffer(image))
-        moves, held = plan.moves, frozenset(captured.held)
-        known = (base, held, captured.addresses, captured.backends)
-        if moves is None or (moves.base, moves.held, moves.addresses, moves.backends) != known:
-            moves = plan.moves = _plan_moves(plan, captured, image, base)
+        moves, held = plan.moves.get(base), frozenset(captured.held)
+        if moves is None or (moves.held, moves.addresses, moves.backends) != (
+            held,
+            captured.addresses,
+            captured.backends,
+        ):
+            if len(plan.moves) >= self.buffer.count:
+                plan.moves.clear()
+            moves = plan.moves[base] = _plan_moves(plan, captured, image, base)
         # The columns go with the save; the rest is needed as long as what was written is spoken of.
         state = msgspec.structs.replace(
             captured, names=[], specs=[], arrays=[], addresses=[], backends=[], held={}, compared=()
@@ -307,13 +320,14 @@ class Staging:
 
     def check_unchanged(self) -> None:
         """**Thread-safe.** Raises `ChangedError` if a held array has changed since its capture, or has other memory."""
-        captured = self.captured
+        captured, kept = self.captured, self.kept  # Nothing is kept once the save has ended.
+        backends, arrays = [captured.backends[place] for place in kept], [*kept.values()]
+        # All at once: of thousands of arrays each one asked by itself would hold up the step.
+        found = zip(kept, find_versions(backends, arrays), find_addresses(backends, arrays), strict=True)
         changed = [
             captured.names[place]
-            # None is kept once the save has ended.
-            for place, kept in self.kept.items()
-            if captured.backends[place].versions([kept])[0] != captured.held[place]
-            or captured.backends[place].address(kept) != captured.addresses[place]
+            for place, version, address in found
+            if (version, address) != (captured.held[place], captured.addresses[place])
         ]
         if changed:
             more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
@@ -341,7 +355,7 @@ class _LayoutPlan(msgspec.Struct):
         order: For each array in the order of the file, its position in the columns.
         begins, sizes: Where each begins in the file, and its size in bytes.
         floats: The numbers that training computes.
-        moves: The moves of the last save.
+        moves: The moves of the last saves, by the address of the image.
     """
 
     names: list[str]
@@ -351,7 +365,7 @@ class _LayoutPlan(msgspec.Struct):
     begins: list[int]
     sizes: list[int]
     floats: FloatTable
-    moves: _Moves | None = None
+    moves: dict[int, _Moves] = msgspec.field(default_factory=dict)
 
 
 def _plan_for(captured: Captured, metadata: dict[str, str], plan: _LayoutPlan | None) -> _LayoutPlan:
@@ -396,7 +410,6 @@ class _Batch:
 class _Moves:
     """Copies between addresses of this process, and the arrays that need others."""
 
-    base: int
     addresses: list[int | None]
     backends: list[ArrayBackend]
     held: frozenset[int]
@@ -407,7 +420,7 @@ class _Moves:
 
 
 def _plan_moves(plan: _LayoutPlan, captured: Captured, image: memoryview, base: int) -> _Moves:
-    moves = _Moves(base, captured.addresses, captured.backends, frozenset(captured.held))
+    moves = _Moves(captured.addresses, captured.backends, frozenset(captured.held))
     for is_held, copies, others in (
         (False, moves.now, moves.others_now),
         (True, moves.later, moves.others_later),

@@ -155,7 +155,7 @@ class Incremental:
         chosen = choose_sources(self._make_offers(unchanged), wanted)
         kept = {leaf: held for leaf, held in unchanged.items() if held.source.name in chosen}
         if not kept:
-            return FilePlan(whole, [Segment(0, len(snapshot.image), 0)], list(spans.values()), nonfinite=nonfinite)
+            return FilePlan(whole, [Segment(0, len(snapshot.image), 0)], digests, nonfinite=nonfinite)
         changed = [place for place in whole.places if place.name not in kept]
         arrays = [(place.name, place.dtype, place.shape) for place in changed]
         layout = plan_layout(arrays, {"format": "holdfast", "step": str(name.step)})

@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
 from holdfast.catalog import Catalog, StoredRun
-from holdfast.catalog.publish import Receipts, commit
+from holdfast.catalog.publish import Receipts, commit, make_manifest
 from holdfast.catalog.step_copier import StepCopier
-from holdfast.errors import HoldfastError, NotFoundError, StorageError, StorageFullError
+from holdfast.errors import (
+    ChangedError,
+    FencedError,
+    HoldfastError,
+    NotFoundError,
+    StorageError,
+    StorageFullError,
+)
 from holdfast.events import Event, GenerationOpened, Warned
 from holdfast.format.digests import seal
 from holdfast.format.names import (
@@ -30,7 +37,6 @@ from holdfast.format.records import (
     Base,
     LateMetrics,
     Manifest,
-    Nonfinite,
     make_base,
 )
 from holdfast.policies import RetentionPolicy, find_modes
@@ -40,15 +46,13 @@ from holdfast.save.handle import Origin, SaveRequest
 from holdfast.save.image import Snapshot, Staging
 from holdfast.save.incremental import Incremental
 from holdfast.save.retention import Cleaning, Retention, Tidier
-from holdfast.save.writer import StepFiles
+from holdfast.save.writer import FilePlan, StepFiles, digest_plan, make_index, make_receipts
+from holdfast.storage.kept_images import ImageRecord
 from holdfast.storage.open import nearest_of
 from holdfast.storage.protocol import Storage
 
 if TYPE_CHECKING:
     from holdfast.save.joint.protocol import CommitProtocol
-
-
-_FINITE: Final = Nonfinite()
 
 
 class CheckpointWriter(Protocol):
@@ -84,9 +88,7 @@ class CheckpointWriter(Protocol):
         it."""
         ...
 
-    def open_files(
-        self, snapshot: Snapshot, name: StepName, metrics: Mapping[str, float], pool: WorkerPool
-    ) -> StepFiles:
+    def open_files(self, snapshot: Snapshot, name: StepName, request: SaveRequest, pool: WorkerPool) -> StepFiles:
         """**Blocks.** Creates the files that this worker writes of a step."""
         ...
 
@@ -210,7 +212,7 @@ class StepAttempt:
                 self._emit(GenerationOpened(generation=base.generation, base_step=base.step))
             self._request.name = name
             self._request.named.open()
-        self._files = self._writer.open_files(staging.snapshot, self._request.name, self._request.metrics, pool)
+        self._files = self._writer.open_files(staging.snapshot, self._request.name, self._request, pool)
         return self._files
 
 
@@ -268,8 +270,9 @@ class RunWriter(CheckpointWriter):
         self._incremental = Incremental(self._run) if incremental else None
         # The leaves that were not finite in the run's first checkpoint; None before there is one.
         self.exempt: frozenset[str] | None = None
-        # What refers to earlier steps has to know which of them stay, and all that has changed.
-        self.writes_early = not incremental
+        # What refers to earlier steps has to know which of them stay, and all that has changed. An image in memory is
+        # to be whole before the first byte is written.
+        self.writes_early = not incremental and (copier is None or not copier.keeps_images)
 
     def leave_generation(self) -> None:
         """See `CheckpointWriter`."""
@@ -397,12 +400,20 @@ class RunWriter(CheckpointWriter):
         return name
 
     def open_files(
-        self, snapshot: Snapshot, name: StepName, metrics: Mapping[str, float], pool: WorkerPool
+        self,
+        snapshot: Snapshot,
+        name: StepName,
+        request: SaveRequest,
+        pool: WorkerPool,
+        make_part: Callable[[Receipts], bytes] | None = None,
     ) -> StepFiles:
-        """See `CheckpointWriter`."""
+        """See `CheckpointWriter`. Of several workers, `make_part` makes this worker's report to the leader."""
+        if self.copier is not None and self.copier.keeps_images:
+            plan = self._keep_image(self.copier, snapshot, name, request, digest_plan(snapshot, pool), make_part)
+            return StepFiles(snapshot, self._run.storage, name, plan)
         if self._incremental is None:
             return StepFiles(snapshot, self._run.storage, name)
-        plan = self._incremental.plan(snapshot, name, pool, self._retention.find_wanted(name, metrics))
+        plan = self._incremental.plan(snapshot, name, pool, self._retention.find_wanted(name, request.metrics))
         return StepFiles(snapshot, self._run.storage, name, plan, self._incremental.note_written)
 
     def commit(
@@ -411,15 +422,12 @@ class RunWriter(CheckpointWriter):
         """See `CheckpointWriter`."""
         if not self._run.storage.traits.has_directories:
             self._undecided |= {name}
-        found = receipts.nonfinite
-        nonfinite = None if found is None else _FINITE
-        if found or self.exempt:
-            nonfinite = Nonfinite.of(found or (), receipts.nonfinite_count, self.exempt)
-        token = self._token
+        found, manifest = (
+            receipts.nonfinite,
+            make_manifest(receipts, name, metrics=metrics, metadata=metadata, exempt=self.exempt),
+        )
         try:
-            manifest = commit(
-                self._run, receipts, name, token=token, metrics=metrics, metadata=metadata, nonfinite=nonfinite
-            )
+            commit(self._run, manifest, token=self._token)
         except StorageError as error:
             if isinstance(error, NotFoundError) or self.copier is not None:
                 self.check_valid()
@@ -430,6 +438,42 @@ class RunWriter(CheckpointWriter):
         if self._incremental is not None:
             self._incremental.mark_committed()
         return manifest
+
+    def _keep_image(
+        self,
+        copier: StepCopier,
+        snapshot: Snapshot,
+        name: StepName,
+        request: SaveRequest,
+        plan: FilePlan,
+        make_part: Callable[[Receipts], bytes] | None,
+    ) -> FilePlan:
+        """Says that the image of a snapshot, in memory that outlives this process, is whole; returns the plan with its
+        index."""
+        index = make_index(snapshot, plan.layout, name, plan.spans or ())
+        data = seal(index)
+        receipts = make_receipts(index, data, snapshot.state.loose, plan.nonfinite)
+        record = ImageRecord(
+            step=name.step,
+            generation=name.generation,
+            attempt=name.attempt,
+            rank=index.rank,
+            world_size=index.world_size,
+            data_bytes=index.data_bytes,
+            index=data,
+            opening=self._run.storage.read(generation_path(name.generation), MAX_GENERATION_BYTES),
+            part=b"" if make_part is None else make_part(receipts),
+            metrics=dict(request.metrics),
+            metadata=dict(request.metadata),
+            exempt=None if self.exempt is None else tuple(sorted(self.exempt)),
+        )
+        if make_part is None:
+            manifest = make_manifest(
+                receipts, name, metrics=request.metrics, metadata=request.metadata, exempt=self.exempt
+            )
+            record = msgspec.structs.replace(record, manifest=seal(manifest))
+        copier.keep_image(record)
+        return msgspec.structs.replace(plan, index=index)
 
     def note_committed(self, nonfinite: Sequence[str]) -> None:
         """Called when the last written step is committed, by the leader of the job, with what is not finite here."""
@@ -449,6 +493,16 @@ class RunWriter(CheckpointWriter):
         self._run.history.note(name, msgspec.structs.replace(manifest, metrics={**manifest.metrics, **metrics}).facts)
         if self.copier is not None:
             self.copier.note_metrics(name)
+
+    def fail(self, error: BaseException) -> None:
+        """See `CheckpointWriter`. What was fenced, or has changed while it was copied, is not to be restored."""
+        if isinstance(error, FencedError | ChangedError):
+            self.forget_image()
+
+    def forget_image(self) -> None:
+        """Called when the image of the save, if there is one, is not to be restored."""
+        if self.copier is not None and self._attempts:
+            self.copier.forget_image(self._attempts[0])
 
     def check_valid(self) -> None:
         """See `CheckpointWriter`: if a file of this job's is gone, another job may have removed it, or the run."""

@@ -87,6 +87,7 @@ class FilePlan(msgspec.Struct, frozen=True):
         sources: The files of earlier steps that have the other arrays.
         referred: The records of these arrays.
         nonfinite: The leaves that are not finite, as far as they were found before.
+        index: The index of the file, if it was made before.
     """
 
     layout: Layout
@@ -95,6 +96,7 @@ class FilePlan(msgspec.Struct, frozen=True):
     sources: tuple[Source, ...] = ()
     referred: tuple[ReferredRecord, ...] = ()
     nonfinite: tuple[str, ...] = ()
+    index: Index | None = None
 
 
 class StepFiles:
@@ -142,8 +144,10 @@ class StepFiles:
         """**Blocks.** Writes the rest, and makes all of it durable."""
         plan = self._plan
         pool.run(self._pieces)
-        spans = _join_digests(plan.layout, self._digests) if plan.spans is None else plan.spans
-        index = make_index(self._snapshot, plan.layout, self._name, spans, plan.sources, plan.referred)
+        index = plan.index
+        if index is None:
+            spans = _join_digests(plan.layout, self._digests) if plan.spans is None else plan.spans
+            index = make_index(self._snapshot, plan.layout, self._name, spans, plan.sources, plan.referred)
         # Before the data are durable: an upload goes on meanwhile. Neither counts without the manifest.
         receipts = write_index(index, self._storage, self._name.directory, self._snapshot.state.loose)
         nonfinite = plan.nonfinite
@@ -244,6 +248,13 @@ def write_index(index: Index, storage: Storage, directory: str, loose: Collectio
     storage.write(f"{directory}/{index_name(index.rank, index.world_size)}", data)
     # Without this the files may be nameless after a power cut although their bytes are there.
     storage.sync_directory(directory)
+    return make_receipts(index, data, loose)
+
+
+def make_receipts(
+    index: Index, data: bytes, loose: Collection[str] = (), nonfinite: tuple[str, ...] | None = None
+) -> Receipts:
+    """**Pure.** Returns the receipts of a data file and its index, whose bytes are `data`; see `write_index`."""
     references = tuple(
         Reference(name.step, name.generation, name.attempt, leaves, size_bytes)
         for name, (leaves, size_bytes) in sorted(index.refers_to().items())
@@ -257,7 +268,7 @@ def write_index(index: Index, storage: Storage, directory: str, loose: Collectio
         ]
         values = digest(msgspec.msgpack.encode(sorted(boxes)))
     return Receipts(
-        (WorkerRecord(len(data), digest(data), index.data_bytes),), references, list_features(index), values
+        (WorkerRecord(len(data), digest(data), index.data_bytes),), references, list_features(index), values, nonfinite
     )
 
 
@@ -281,6 +292,12 @@ def take_digests(snapshot: Snapshot, pool: WorkerPool) -> tuple[list[str], tuple
     each = batches(range(len(spans)), lambda number: spans[number][1] - spans[number][0], PIECE_BYTES)
     pool.run(partial(take, numbers) for numbers in each)
     return list(_join_digests(snapshot.layout, digests)), snapshot.floats.find_nonfinite(marks)
+
+
+def digest_plan(snapshot: Snapshot, pool: WorkerPool) -> FilePlan:
+    """**Blocks.** Digests a snapshot, and returns the plan to write all of it."""
+    digests, nonfinite = take_digests(snapshot, pool)
+    return FilePlan(snapshot.layout, [Segment(0, len(snapshot.image), 0)], digests, nonfinite=nonfinite)
 
 
 def _list_spans(layout: Layout) -> list[tuple[int, int]]:

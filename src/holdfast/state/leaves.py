@@ -112,12 +112,15 @@ def aliases_of(arrays: Sequence[Any]) -> list[Any]:
 def versions_of(captured: Captured, places: Collection[int]) -> dict[int, int]:
     """Returns the versions of captured arrays by position, without those of which no changes are counted."""
     backends, arrays = [captured.backends[place] for place in places], [captured.arrays[place] for place in places]
-    versions: Sequence[int | None]
-    if len({backend.name for backend in set(backends)}) == 1:
-        versions = backends[0].versions(arrays)
-    else:
-        versions = [backend.versions([array])[0] for backend, array in zip(backends, arrays, strict=True)]
-    return {place: version for place, version in zip(places, versions, strict=True) if version is not None}
+    found = zip(places, find_versions(backends, arrays), strict=True)
+    return {place: version for place, version in found if version is not None}
+
+
+def find_versions(backends: Sequence[ArrayBackend], arrays: Sequence[Any]) -> Sequence[int | None]:
+    """Returns the version of each array; see `ArrayBackend.versions`."""
+    if len(set(map(id, backends))) == 1:
+        return backends[0].versions(arrays)
+    return [backend.versions([array])[0] for backend, array in zip(backends, arrays, strict=True)]
 
 
 def find_addresses(backends: Sequence[ArrayBackend], arrays: Sequence[Any]) -> list[int | None]:

@@ -38,6 +38,8 @@ from holdfast.format.names import (
 from holdfast.numbers import check_whole
 from holdfast.policies import RetentionPolicy, read_keep
 from holdfast.process.terminal import inform
+from holdfast.storage.kept_images import KeptImages
+from holdfast.storage.kept_memory import HostMemory, KeptMemory
 from holdfast.storage.open import open_storage
 from holdfast.storage.protocol import Entry, FileReader, FileWriter, Storage, Traits
 from holdfast.storage.tier_records import PARTED_PREFIX, list_generations, pass_on, read_token, set_aside
@@ -45,6 +47,9 @@ from holdfast.storage.tier_records import PARTED_PREFIX, list_generations, pass_
 _FIRST_REST_SECONDS: Final = 1.0
 _MOST_REST_SECONDS: Final = 30.0
 """For so long a tier that could not be reached, or was full, is not tried again: twice as long each time."""
+
+_MEMORY: Final = -1
+"""The number of memory among the tiers that data were read from."""
 
 _LEAST_GAP: Final = 1000
 _MOST_GAP: Final = 1_000_000
@@ -101,26 +106,31 @@ class Tiers:
     checkpoint is copied to the other tiers, and every byte is checked as it passes. A restore takes the newest whole
     checkpoint of the current lineage, and each file of it from the nearest tier that has it.
 
-    `Tiers("/nvme/run", "s3://bucket/run")`: nearest first. Pass a `Tier` for options of a place. Of several workers
-    each may have a first tier of its own, as a disk of its machine is; the last tier is one that all of them share.
+    `Tiers("/nvme/run", "s3://bucket/run")`: nearest first; `HostMemory()` may come before them. Pass a `Tier` for
+    options of a place. Of several workers each may have a first tier of its own, as a disk of its machine is; the last
+    tier is one that all of them share.
 
     As a storage it reads from all tiers and writes into the first; what belongs to a generation goes to all of them.
 
     Attributes:
-        tiers: The tiers, nearest first.
+        tiers: The tiers, nearest first, without memory.
+        memory: The images in memory that outlives this process; None if they are not wanted.
         traits: See `Storage`.
         say: Called with a line if a tier cannot be reached, or has passed what another has.
         first_offering: The first tier whose list of steps counts: the farthest, if workers have a first tier of their
             own, in which each sees only a part of a step.
     """
 
-    def __init__(self, *tiers: Tier | str | os.PathLike[str] | Storage) -> None:
+    def __init__(self, *tiers: HostMemory | Tier | str | os.PathLike[str] | Storage) -> None:
         """Reads and writes nothing yet."""
-        self.tiers = tuple(one if isinstance(one, Tier) else Tier(one) for one in tiers)
+        places = [one for one in tiers if not isinstance(one, HostMemory)]
+        self.tiers = tuple(one if isinstance(one, Tier) else Tier(one) for one in places)
+        if len(places) < len(tiers) and not (isinstance(tiers[0], HostMemory) and len(tiers) == len(places) + 1):
+            raise UsageError("HostMemory() comes first, and once", hint='For example Tiers(HostMemory(), "/nvme/run").')
         urls = [one.url for one in self.tiers]
         roots = [one.storage.location for one in self.tiers]
-        places = {url if root is None else root.resolve() for url, root in zip(urls, roots, strict=True)}
-        if len(urls) < 2 or len(places) < len(urls):
+        different = {url if root is None else root.resolve() for url, root in zip(urls, roots, strict=True)}
+        if not urls or len(tiers) < 2 or len(different) < len(urls):
             raise UsageError(
                 f"Tiers needs two places or more, and different ones, got {', '.join(urls) or 'none'}",
                 hint='For example Tiers("/nvme/run", "s3://bucket/run"), nearest first.',
@@ -131,6 +141,7 @@ class Tiers:
             raise UsageError("the first tier takes every checkpoint", hint="Leave out every=, or set save_every=.")
         if self.tiers[0].most_bytes_per_second is not None:
             raise UsageError("nothing is copied into the first tier", hint="Leave out most_bytes_per_second= there.")
+        self.memory = KeptMemory(tiers[0], urls[0]) if isinstance(tiers[0], HostMemory) else None
         self._storages = tuple(one.storage for one in self.tiers)
         shared, self.say = [one.storage.traits for one in self.tiers], inform
         far = shared[-1]
@@ -199,7 +210,7 @@ class Tiers:
         """Returns the URLs of the tiers whose data were read since the last call."""
         with self._lock:
             read, self._read = sorted(self._read), set()
-        return tuple(self.tiers[number].url for number in read)
+        return tuple(KeptImages.url if number == _MEMORY else self.tiers[number].url for number in read)
 
     def is_up(self, number: int) -> bool:
         """Returns True unless a tier could not be reached just now."""
@@ -249,6 +260,8 @@ class Tiers:
         Returns:
             False if no other tier has it.
         """
+        if self.memory is not None and self.memory.images.forget(path):
+            return True
         having = [number for number in self._order(path) if self._has(number, path)] if path else []
         for one in (path, path.partition("/")[0]):
             with self._lock:
@@ -410,7 +423,10 @@ class Tiers:
 
     def open_reader(self, path: str) -> FileReader:
         """**Blocks.** Opens a file of the nearest tier that has it; see `Storage`."""
-        number, reader = self._find(path, lambda storage: storage.open_reader(path))
+        if self.memory is not None and (image := self.memory.images.find(path)) is not None:
+            number, reader = _MEMORY, image
+        else:
+            number, reader = self._find(path, lambda storage: storage.open_reader(path))
         if path.endswith(DATA_SUFFIX):
             with self._lock:
                 self._read.add(number)

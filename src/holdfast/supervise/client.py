@@ -15,9 +15,8 @@ import sys
 from pathlib import Path
 from typing import Final, NoReturn
 
-from holdfast.supervise.channel import receive, tell
 from holdfast.supervise.imports import find_record
-from holdfast.supervise.launch import find_flags, make_command
+from holdfast.supervise.launch import find_flags, make_command, receive, tell
 from holdfast.supervise.linux import open_signals, read_signal
 from holdfast.supervise.node import ProcessLimits
 from holdfast.supervise.program import Program
@@ -66,19 +65,27 @@ def run_script(script: str, arguments: list[str]) -> NoReturn:
 
 def find_socket(program: Program) -> str:
     """Returns the path of the socket of the spare for this program and this launcher; empty without a safe one."""
-    place = Path(os.environ.get("XDG_RUNTIME_DIR") or f"/tmp/holdfast-{os.getuid()}")
-    launcher = os.getppid()
+    place, launcher = find_own_place(), os.getppid()
     try:
-        place.mkdir(mode=0o700, exist_ok=True)
-        facts = place.lstat()
         begun = Path(f"/proc/{launcher}/stat").read_text().rpartition(")")[2].split()[19]
     except (OSError, IndexError):
         return ""
-    if facts.st_uid != os.getuid() or facts.st_mode & 0o077:
+    if place is None:
         return ""
     words = [str(launcher), begun, program.record, *program.flags]
     path = str(place / f"holdfast-{hashlib.sha256('|'.join(words).encode()).hexdigest()[:24]}")
     return path if len(os.fsencode(path)) <= _LONGEST_PATH else ""
+
+
+def find_own_place() -> Path | None:
+    """Returns a directory of this user's alone, for sockets; None if there is none."""
+    place = Path(os.environ.get("XDG_RUNTIME_DIR") or f"/tmp/holdfast-{os.getuid()}")
+    try:
+        place.mkdir(mode=0o700, exist_ok=True)
+        facts = place.lstat()
+    except OSError:
+        return None
+    return place if facts.st_uid == os.getuid() and not facts.st_mode & 0o077 else None
 
 
 def _connect(path: str) -> socket.socket | None:

@@ -1,4 +1,4 @@
-"""Starts the lean processes beside a training program, which use the standard library alone.
+"""Starts the lean processes beside a training program, which use the standard library alone, and passes their messages.
 
 The supervisor, the spare and what becomes the program must not run `holdfast/__init__`, which a program may never
 import. So each begins with an empty module in its place, through which only the modules of this package are found.
@@ -6,8 +6,12 @@ import. So each begins with an empty module in its place, through which only the
 
 from __future__ import annotations
 
+import array
 import json
+import os
+import socket
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,8 +23,15 @@ _CODE: Final = (
     "m.main(*__import__('json').loads(''.join(sys.argv[2:n])))"
 )
 
+KEEPER: Final = ["holdfast", "memory"]
+"""The last words in the command line of what keeps memory, by which a supervisor knows it."""
+
 _PIECE: Final = 30_000
 """Characters of an argument: Linux allows 128 KiB."""
+
+_LENGTH_BYTES: Final = 4
+_MOST_BYTES: Final = 1 << 24
+_MOST_DESCRIPTORS: Final = 8
 
 
 def make_command(module: str, *arguments: Any, flags: list[str], show: list[str] | None = None) -> list[str]:
@@ -55,3 +66,34 @@ def forget_stub() -> None:
         return
     for name in [name for name in sys.modules if name == "holdfast" or name.startswith("holdfast.")]:
         del sys.modules[name]
+
+
+def tell(connection: socket.socket, message: dict[str, Any], descriptors: Iterable[int] = ()) -> bool:
+    """**Blocks.** Sends a message; returns False if the other end is closed."""
+    data = json.dumps(message).encode()
+    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))]
+    try:
+        connection.sendmsg([len(data).to_bytes(_LENGTH_BYTES, "little")], rights)
+        connection.sendall(data)
+    except OSError:
+        return False
+    return True
+
+
+def receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
+    """**Blocks.** Returns the next message with its descriptors; None if there is none to come."""
+    descriptors: list[int] = []
+    try:
+        head, descriptors, _, _ = socket.recv_fds(connection, _LENGTH_BYTES, _MOST_DESCRIPTORS)
+        length = int.from_bytes(head, "little")
+        if len(head) == _LENGTH_BYTES and length <= _MOST_BYTES:
+            data = bytearray()
+            while len(data) < length and (part := connection.recv(length - len(data))):
+                data += part
+            if len(data) == length and isinstance(message := json.loads(data), dict):
+                return message, descriptors
+    except (OSError, ValueError):
+        pass
+    for descriptor in descriptors:
+        os.close(descriptor)
+    return None

@@ -17,9 +17,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from holdfast.supervise.channel import receive, tell
 from holdfast.supervise.imports import read_record
-from holdfast.supervise.launch import forget_stub, make_command
+from holdfast.supervise.launch import forget_stub, make_command, receive, tell
 from holdfast.supervise.linux import end_with_parent
 from holdfast.supervise.program import Program, run
 from holdfast.supervise.spare import Request, Spare

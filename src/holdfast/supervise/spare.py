@@ -20,9 +20,8 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from holdfast.supervise.board import ENVIRONMENT
-from holdfast.supervise.channel import receive, tell
 from holdfast.supervise.imports import ImportNote, find_roots, is_installed, read_record
-from holdfast.supervise.launch import forget_stub
+from holdfast.supervise.launch import forget_stub, receive, tell
 from holdfast.supervise.linux import end_with_parent, list_children
 from holdfast.supervise.program import Program, become_fresh, run, set_path
 from holdfast.supervise.restarts import PREEMPTED

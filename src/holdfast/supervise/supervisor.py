@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from holdfast.supervise.board import ENVIRONMENT, Board, Reading
-from holdfast.supervise.channel import receive, tell
-from holdfast.supervise.launch import make_command
+from holdfast.supervise.launch import KEEPER, make_command, receive, tell
 from holdfast.supervise.linux import adopt_orphans, end_with_parent, list_children, open_signals, read_signal
 from holdfast.supervise.program import WORDS_BYTES, Program, read_words, show_as
 from holdfast.supervise.restarts import INTERRUPTED, PREEMPTED, End, LastError, Options, RestartVerdict, decide
@@ -39,6 +38,7 @@ _OUTLIVED_SECONDS: Final = 600.0
 """A program that runs so long after a Ctrl-C did not take it for the wish to end."""
 _END_SECONDS: Final = 5.0
 """How long the program may take to end after a second Ctrl-C."""
+_MEMORY_SECONDS: Final = 300.0
 _ORPHANS_SECONDS: Final = 2.0
 _ORPHANS_LOOK_SECONDS: Final = 0.001
 _FORK_SECONDS: Final = 10.0
@@ -385,7 +385,9 @@ class Supervisor:
         until = time.monotonic() + _ORPHANS_SECONDS
         spare = self._spare.pid if self._spare is not None else 0
         # When one ends, its own children come here.
-        while (orphans := [child for child in list_children() if child != spare]) and time.monotonic() < until:
+        while orphans := [child for child in list_children() if child != spare and not _keeps_memory(child)]:
+            if time.monotonic() >= until:
+                return
             for child in orphans:
                 with suppress(ProcessLookupError):
                     os.kill(child, signal.SIGKILL)
@@ -403,9 +405,24 @@ class Supervisor:
     def _finish(self, end: End, verdict: RestartVerdict) -> int:
         if self._spare is not None:
             self._spare.end()
+        # No start follows: what lies in memory only is written now.
+        until = time.monotonic() + _MEMORY_SECONDS
+        for child in filter(_keeps_memory, list_children()):
+            os.kill(child, signal.SIGTERM)
+            while child not in self._ended and not self._interrupted_at[1:] and time.monotonic() < until:
+                self._turn(_MEMORY_SECONDS)
         if verdict.why:
             _say(f"not started again: {verdict.why}")
         return INTERRUPTED if self._asked == signal.SIGINT and end.code == -signal.SIGINT else end.exit_code
+
+
+def _keeps_memory(pid: int) -> bool:
+    """Returns True for what keeps images of saves for the next start."""
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return False
+    return [word.decode(errors="replace") for word in words[-1 - len(KEEPER) : -1]] == KEEPER
 
 
 def _describe_end(end: End) -> str:

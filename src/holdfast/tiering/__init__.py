@@ -26,4 +26,4 @@ def open_tiers(
     # Most runs have none.
     from holdfast.tiering.copier import begin_tiers
 
-    return begin_tiers(storage, catalog, options.keep, participant, emit)
+    return begin_tiers(storage, catalog, options, participant, emit)

@@ -8,15 +8,19 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
 from holdfast.catalog import Catalog, StoredRun
-from holdfast.errors import DeadlineError, HoldfastError, StorageError
+from holdfast.errors import DeadlineError, HoldfastError, StorageError, UsageError
 from holdfast.events import Failed, Sink, Warned
 from holdfast.format.names import StepName
 from holdfast.format.records import Manifest, decode_manifest
+from holdfast.options import SaveOptions
 from holdfast.policies import KeptCandidate, RetentionPolicy
 from holdfast.process.terminal import say
 from holdfast.save.handle import SILENT_SECONDS
+from holdfast.save.host_memory import HostBuffer
+from holdfast.storage.kept_images import ImageRecord
 from holdfast.storage.tiers import Tiers
 from holdfast.tiering.hop import Hop
+from holdfast.tiering.kept_buffer import KeptBuffer
 from holdfast.tiering.workers import Nearby, complete_newest, find_nearby
 
 if TYPE_CHECKING:
@@ -27,19 +31,28 @@ _LOOK_SECONDS: Final = 0.25
 
 
 def begin_tiers(
-    storage: Any, catalog: Catalog, keep: RetentionPolicy, participant: JointParticipant | None, emit: Sink
+    storage: Any, catalog: Catalog, options: SaveOptions, participant: JointParticipant | None, emit: Sink
 ) -> tuple[Catalog, TierCopier]:
     """**Collective.** **Blocks.** See `open_tiers`; the storage has tiers."""
     tiers: Tiers = storage
+    if tiers.memory is not None and options.incremental:
+        raise UsageError(
+            "incremental saves cannot be kept in memory", hint="Leave out incremental=True or HostMemory()."
+        )
     tiers.say = lambda text: emit(Warned(text=text, by_each=True))
-    nearby = Nearby()
-    if participant is not None:
+    nearby, peers = Nearby(), None if participant is None else participant.peers
+    if participant is not None and len(tiers.tiers) > 1:
         nearby = find_nearby(tiers, participant.peers)
-        if not nearby.is_common:
-            complete_newest(tiers, participant.peers, nearby)
-            tiers.first_offering = len(tiers.tiers) - 1
+    if tiers.memory is not None:
+        from holdfast.tiering.unwritten import open_memory
+
+        if open_memory(tiers, tiers.memory, peers, nearby, tiers.say):
             catalog = StoredRun(storage).look()
-    return catalog, TierCopier(tiers, keep, nearby, emit)
+    if participant is not None and not nearby.is_common:
+        complete_newest(tiers, participant.peers, nearby)
+        tiers.first_offering = len(tiers.tiers) - 1
+        catalog = StoredRun(storage).look()
+    return catalog, TierCopier(tiers, options.keep, nearby, emit)
 
 
 class TierCopier:
@@ -49,6 +62,7 @@ class TierCopier:
 
     Attributes:
         keep: What is kept in the nearest tier.
+        keeps_images: True if the image of each save is to be kept in memory that outlives this process.
     """
 
     def __init__(self, tiers: Tiers, keep: RetentionPolicy, nearby: Nearby, emit: Sink) -> None:
@@ -56,6 +70,10 @@ class TierCopier:
         self._nearby = nearby
         # True once the job has waited for the copies as long as it could, before it leaves.
         self._is_left = False
+        # True once nothing more is to be copied; and if the newest image in memory is in the nearest tier, too.
+        self._is_abandoned = self._is_written = False
+        self._memory = tiers.memory
+        self.keeps_images = tiers.memory is not None
         self._tiers, self._emit, self.keep = tiers, emit, tiers.tiers[0].policy or keep
         self._hops = [Hop(tiers, number, keep, nearby, emit) for number in range(1, len(tiers.tiers))]
 
@@ -75,9 +93,26 @@ class TierCopier:
 
     def note_committed(self) -> None:
         """Called when a step is committed in the nearest tier."""
-        self._is_left = False
+        self._is_left, self._is_written = False, True
         for hop in self._hops:
             hop.wake()
+
+    def keep_image(self, record: ImageRecord) -> None:
+        """See `StepCopier`."""
+        self._is_written = False
+        if self._memory is not None and self._memory.is_open:
+            self._memory.keep(record)
+
+    def forget_image(self, name: StepName) -> None:
+        """See `StepCopier`."""
+        if self._memory is not None:
+            self._memory.forget(name)
+
+    def make_buffer(self) -> HostBuffer:
+        """Returns the memory for the images of saves."""
+        if self._memory is None:
+            return HostBuffer()
+        return KeptBuffer(self._memory, lambda text: self._emit(Warned(text=text, by_each=True)))
 
     def note_metrics(self, name: StepName) -> None:
         """Called when a step has got more metrics."""
@@ -156,6 +191,7 @@ class TierCopier:
 
     def close(self, timeout_seconds: float) -> None:
         """**Blocks.** Waits until all is copied, and ends the threads; says what is left if that takes longer."""
+        is_abandoned = self._is_abandoned and not self._is_left
         end_at = time.monotonic() + timeout_seconds * (not self._is_left)
         if not self._is_left:
             self._wait_idle(timeout_seconds)
@@ -163,6 +199,8 @@ class TierCopier:
         self.abandon()
         for hop in self._hops:
             hop.join(max(end_at - time.monotonic(), 1.0))
+        if self._memory is not None:
+            self._memory.close(is_done=self._is_written and not is_abandoned)
 
     def _wait_idle(self, timeout_seconds: float) -> bool:
         end_at = time.monotonic() + timeout_seconds
@@ -179,5 +217,6 @@ class TierCopier:
 
     def abandon(self) -> None:
         """Ends the threads, and waits for nothing."""
+        self._is_abandoned = True
         for hop in self._hops:
             hop.stop()

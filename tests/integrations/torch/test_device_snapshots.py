@@ -263,7 +263,7 @@ def test_memory_is_pinned_once_and_given_back(tmp_path: Path) -> None:
     seen, addresses = set(), set()
     for step in range(1, 4):
         manager.save(step).wait_committed(60)
-        memory = manager._engine._stager.buffer._memory
+        memory = manager._engine._stager.buffer.memory
         assert memory is not None
         seen.add(id(memory.unpin))
         with memoryview(memory) as view:

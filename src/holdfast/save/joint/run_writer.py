@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final, Literal
 
+import msgspec
+
 from holdfast.catalog import StoredRun
 from holdfast.catalog.publish import Receipts
 from holdfast.catalog.step_copier import StepCopier
@@ -25,7 +27,7 @@ from holdfast.format.digests import seal
 from holdfast.format.names import StepName
 from holdfast.format.records import Base, Manifest, Reference
 from holdfast.process.worker_pool import WorkerPool
-from holdfast.save.handle import LeftOutError, Origin
+from holdfast.save.handle import LeftOutError, Origin, SaveRequest
 from holdfast.save.image import Snapshot, Staging
 from holdfast.save.joint.coverage import (
     OBJECTS_HINT,
@@ -162,9 +164,7 @@ class JointRunWriter(CheckpointWriter):
         protocol.put_name(NameRecord(name.generation, name.attempt, sent_base, opening, url, records))
         return name, base
 
-    def open_files(
-        self, snapshot: Snapshot, name: StepName, metrics: Mapping[str, float], pool: WorkerPool
-    ) -> StepFiles:
+    def open_files(self, snapshot: Snapshot, name: StepName, request: SaveRequest, pool: WorkerPool) -> StepFiles:
         """**Blocks.** Creates the files that this worker writes, and prepares its report to the others."""
         save, self._holding = self._current(), sum_up_replicas(snapshot, self._holding)
         save.compares = bool(snapshot.state.digests)
@@ -176,7 +176,23 @@ class JointRunWriter(CheckpointWriter):
             positions=list_positions(snapshot.state.objects),
             object_set=digest_objects(snapshot),
         )
-        return self._own.open_files(snapshot, name, metrics, pool)
+        return self._own.open_files(
+            snapshot, name, request, pool, lambda receipts: msgspec.json.encode(self._make_part(save, receipts))
+        )
+
+    def _make_part(self, save: _JointSave, receipts: Receipts) -> PartRecord:
+        found = self._find_nonfinite(receipts)
+        return save.make_part(
+            receipts.workers[0],
+            receipts.references,
+            receipts.features,
+            values=receipts.values,
+            nonfinite=tuple(found[:_MOST_NONFINITE]),
+            nonfinite_count=len(found),
+        )
+
+    def _find_nonfinite(self, receipts: Receipts) -> list[str]:
+        return [leaf for leaf in receipts.nonfinite or () if leaf not in (self._own.exempt or ())]
 
     def commit(
         self, receipts: Receipts, name: StepName, metrics: Mapping[str, float], metadata: Mapping[str, Any]
@@ -186,21 +202,12 @@ class JointRunWriter(CheckpointWriter):
         A crash of the leader after the publication leaves a whole checkpoint that no other worker knows of.
         """
         save, holding = self._current(), self._holding
-        protocol, manifest = save.protocol, None
-        found = [leaf for leaf in receipts.nonfinite or () if leaf not in (self._own.exempt or ())]
-        own = save.make_part(
-            receipts.workers[0],
-            receipts.references,
-            receipts.features,
-            values=receipts.values,
-            nonfinite=tuple(found[:_MOST_NONFINITE]),
-            nonfinite_count=len(found),
-        )
+        protocol, manifest, own = save.protocol, None, self._make_part(save, receipts)
         if self._peers.is_leader:
             manifest = self._commit_all([own, *protocol.collect_parts()], name, metrics, metadata)
         else:
             text = protocol.hand_in(own, holding)
-            self._own.note_committed(found)
+            self._own.note_committed(self._find_nonfinite(receipts))
             if text and self.copier is not None:
                 manifest = self.copier.keep_manifest(name, text)
         self._has_compared = self._has_compared or save.compares
@@ -222,7 +229,7 @@ class JointRunWriter(CheckpointWriter):
         divergences = protocol.query.compare([part.groups for part in parts], self._holding)
         if not self._has_compared and (refused := find_refused(divergences, self._holding.replicas)) is not None:
             raise self._make_error(*refused, VALUES_HINT)
-        together = _put_together(parts)
+        together = put_together(parts)
         unseen = None
         # No other worker sees into a tier of one's own. Its copy into the next one is checked.
         if self.copier is None and not self._storage.traits.names_are_consistent:
@@ -255,6 +262,7 @@ class JointRunWriter(CheckpointWriter):
 
         It does not block if the store has failed: then they learn of it when it responds again, if it does.
         """
+        self._own.fail(error)
         save = self._save
         if save is None:
             return
@@ -337,6 +345,7 @@ class JointRunWriter(CheckpointWriter):
         return self._save
 
     def _make_error(self, rank: int, text: str, hint: str) -> PeerError:
+        self._own.forget_image()
         return self._peers.failures.make_error(Failure.of(rank, UsageError.__name__, text, hint))
 
     def _warn(self, name: StepName, apart: str, divergences: Sequence[Divergence]) -> None:
@@ -362,7 +371,7 @@ class JointRunWriter(CheckpointWriter):
         return bool(ending.ranks)
 
 
-def _put_together(parts: Sequence[PartRecord]) -> Receipts:
+def put_together(parts: Sequence[PartRecord]) -> Receipts:
     """Returns what all workers have written, in order of rank, as the receipts of one step."""
     sums: dict[StepName, tuple[int, int]] = {}
     for part in parts:
