@@ -135,7 +135,7 @@ with holdfast.resumable("run", state=[0], save_every=5, quiet=True) as run:
 """
 
 
-def test_an_evaluation_in_a_block_is_no_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_evaluation_in_a_block_does_not_count_as_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("train.py").write_text(EVALUATE)
     monkeypatch.setenv("HOLDFAST_WATCHDOG", "report")  # It is off in tests, and phases with it.
