@@ -116,6 +116,7 @@ crash: .venv/ready
 	$(CRASH).torch_joint --rounds 100 --way kill
 	$(CRASH).epoch_job --kills 300
 	$(CRASH).restarts --kills 2000
+	$(CRASH).rollbacks --runs 1000 --jobs 50
 	HOLDFAST_LONG=1 HOLDFAST_CUTS=20 $(BIN)/pytest tests/cluster/test_partition.py
 	HOLDFAST_LONG=1 $(BIN)/pytest $$(grep -rlE 'mark\.long|HOLDFAST_LONG|hypothesis|repeated' tests \
 		--include='test_*.py' --exclude-dir=frameworks --exclude-dir=site)

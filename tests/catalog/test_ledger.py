@@ -124,6 +124,29 @@ def test_times_of_real_starts_sum_to_the_time_that_passed(tmp_path: Path, monkey
     assert [one["step"] for one in document["starts"]] == [first.step, 76, 100]
 
 
+EVALUATE = """
+import time, holdfast
+with holdfast.resumable("run", state=[0], save_every=5, quiet=True) as run:
+    for step in run.steps(10):
+        if step == 4:
+            with run.checkpointable():
+                for _ in zip(range(3), run.batches(range(9))):
+                    time.sleep(0.1)
+"""
+
+
+def test_an_evaluation_in_a_block_does_not_count_as_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text(EVALUATE)
+    monkeypatch.setenv("HOLDFAST_WATCHDOG", "report")  # It is off in tests, and phases with it.
+    subprocess.run([sys.executable, "train.py"], check=True)
+    (start,) = sum_up(StoredRun(LocalStorage(tmp_path / "run")).read_journal(Clocked)).starts
+    assert start.evaluate >= 0.3
+    assert sum(sum_up(StoredRun(LocalStorage(tmp_path / "run")).read_journal(Clocked)).shares) == pytest.approx(
+        start.ended_at_unix_seconds - start.begun_at_unix_seconds, abs=0.001
+    )
+
+
 def test_a_run_without_times_says_so(tmp_path: Path) -> None:
     import numpy as np
 

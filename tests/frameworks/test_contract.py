@@ -21,6 +21,7 @@ from lives import Life, check_same, compiled, interrupt, live, live_together  # 
 import holdfast as hf
 import preloaded
 from holdfast.catalog import StoredRun
+from holdfast.events.kinds import Clocked
 from holdfast.storage import open_storage
 
 HOME = "holdfast.integrations.frameworks."
@@ -225,8 +226,15 @@ def test_notice_in_the_last_step_leaves_nothing_to_train(tmp_path: Path, name: s
 
 
 @pytest.mark.parametrize("name", EACH)
-def test_training_begun_again_after_its_end_trains_nothing(tmp_path: Path, name: str) -> None:
+def test_training_begun_again_after_its_end_trains_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setenv("HOLDFAST_WATCHDOG", "report")  # It is off in tests, and the times of evaluations with it.
     first = INTEGRATIONS[name].train(tmp_path)
+    place = tmp_path / "run" if name == "lightning" else tmp_path
+    *_, clocked = StoredRun(open_storage(place)).read_journal(Clocked)
+    assert isinstance(clocked, Clocked)
+    assert 0 < clocked.evaluate_seconds < clocked.at_unix_seconds - clocked.begun_at_unix_seconds
     again = INTEGRATIONS[name].train(tmp_path)
     assert not list_steps(again)
     assert again.lines[-1] == first.lines[-1]

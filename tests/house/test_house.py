@@ -100,9 +100,9 @@ BUDGETS = {
     # A table of rules and four moments.
     "advice": 1507,
     # A stored run: listing, history, fence, commit, survey, deletion, removal.
-    "catalog": 3214,
+    "catalog": 3219,
     # Ten verbs, each with one report for a page, a pipe and JSON.
-    "cli": 4921,
+    "cli": 4920,
     # Joining, the store, failures of workers, a barrier.
     "cluster": 2340,
     # Files of torch, safetensors, DCP, Orbax, Lightning and the Trainer, read without trust.
@@ -116,7 +116,7 @@ BUDGETS = {
     # The reader and the writer of DCP.
     "integrations/dcp": 950,
     # Lightning, transformers, Keras and Accelerate over one shared part.
-    "integrations/frameworks": 4591,
+    "integrations/frameworks": 4605,
     # Arrays, clusters, modules of NNX.
     "integrations/jax": 629,
     # Sessions of Ray.
@@ -130,9 +130,9 @@ BUDGETS = {
     # Notices, the agreement of workers, the last save.
     "preemption": 5269,
     # Threads, terminal, interrupts, end of the process.
-    "process": 1067,
+    "process": 1079,
     # A page about a run: what it shows, its charts, its HTML.
-    "report": 530,
+    "report": 559,
     # Candidates, one plan of pieces, resharding, verification, copies in another place.
     "restore": 3020,
     # Request, attempt, image, files, and the conversation of several workers.
@@ -140,7 +140,7 @@ BUDGETS = {
     # A tree of objects taken apart, captured, and matched.
     "state": 7450,
     # What runs beside a trainer: supervisor, spare and clients, the page that it writes for them, and the watchdog.
-    "supervise": 2798,
+    "supervise": 2800,
     # The protocol, memory, and local directories that survive a crash.
     "storage": 4393,
     # The copies of each step in farther tiers, and the start of workers whose first tiers differ.
@@ -148,7 +148,7 @@ BUDGETS = {
     # Contracts for storages and clusters of others.
     "testing": 1169,
     # The run, its loop, the handler, the state of workers.
-    "training": 3263,
+    "training": 3266,
     # The ring of repeated steps.
     "witness": 652,
 }

@@ -119,6 +119,23 @@ def test_a_run_that_failed_at_once_and_one_of_another_program_have_a_page(tmp_pa
     assert "There are none." in Page(render_page(read_facts(LocalStorage(tmp_path / "failed"), "failed"))).text
 
 
+def test_the_page_says_in_which_tiers_a_step_is_and_if_it_is_finite(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch = pytest.importorskip("torch")
+    monkeypatch.chdir(tmp_path)
+    model = torch.nn.Linear(2, 2)
+    with hf.resumable(hf.Tiers("near", "far"), model=model, save_every=5, keep=1, quiet=True, preemption="off") as run:
+        for step in run.steps(10):
+            if step == 9:
+                model.weight.data.fill_(float("nan"))
+    places = [str(Path(name).absolute()) for name in ("near", "far")]
+    page = Page(report("near", "--tier", "far"))
+    assert ", ".join(places) in page.text
+    assert "not finite" in page.text
+    assert ", ".join(places) not in Page(report("near")).text
+
+
 def test_a_file_that_cannot_be_written_is_an_error(run: str) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "holdfast", "report", run, "-o", "missing/page.html"],

@@ -15,8 +15,9 @@ _MEASURED_SAVES: Final = 20
 
 
 WORDS: Final = {
-    "train": "training", "data": "waiting for data", "save": "stopped by saves", "restore": "restores",
-    "setup": "imports and set-up", "leave": "last saves", "lost": "work done twice", "away": "between starts",
+    "train": "training", "evaluate": "evaluation", "data": "waiting for data", "save": "stopped by saves",
+    "restore": "restores", "setup": "imports and set-up", "leave": "last saves", "lost": "work done twice",
+    "away": "between starts",
 }  # fmt: skip
 """Each field of `TimeShares`, for people."""
 
@@ -33,6 +34,7 @@ class StartTimes(NamedTuple):
         setup: Imports, and all else before the restore.
         restore: The restore.
         train: Steps, and the program's own code.
+        evaluate: Evaluations.
         data: Waits for data.
         save: The time for which saves stopped training.
         leave: The end, with the last save.
@@ -50,6 +52,7 @@ class StartTimes(NamedTuple):
     setup: float
     restore: float
     train: float
+    evaluate: float
     data: float
     save: float
     leave: float
@@ -63,6 +66,7 @@ class TimeShares(NamedTuple):
     """The time of all starts together, in seconds; the sum is the time from the first start to the last record."""
 
     train: float
+    evaluate: float
     data: float
     save: float
     restore: float
@@ -166,6 +170,7 @@ def _describe(event: Clocked, before: StartTimes | None) -> StartTimes:
         setup=max(event.setup_seconds, 0.0),
         restore=max(event.restore_seconds, 0.0),
         train=max(event.train_seconds - max(again, 0.0), 0.0),
+        evaluate=max(event.evaluate_seconds, 0.0),
         data=max(event.data_seconds, 0.0),
         save=max(event.save_seconds, 0.0),
         leave=max(event.leave_seconds, 0.0),

@@ -39,8 +39,7 @@ def time_text(seconds: float) -> str:
 def size_text(size_bytes: float) -> str:
     """**Pure.** Returns a size in words."""
     for unit, unit_bytes in (("PB", 1e15), ("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        # From 0.9995 of a unit on, three digits would round up to it.
-        if size_bytes >= 0.9995 * unit_bytes:
+        if size_bytes >= 0.9995 * unit_bytes:  # From there on three digits would round up to it.
             return f"{size_bytes / unit_bytes:.{0 if size_bytes >= 99.95 * unit_bytes else 1}f} {unit}"
     return f"{size_bytes:.0f} B"
 
@@ -504,10 +503,9 @@ class NotFinite(Event, frozen=True):
     is_raised: bool = False
 
     def __str__(self) -> str:
-        shown = self.names[:_MOST_SHOWN]
-        more = f" and {self.leaves - len(shown)} more" if self.leaves > len(shown) else ""
+        more = f" and {self.leaves - _MOST_SHOWN} more" if self.leaves > _MOST_SHOWN else ""
         then = "; these are not looked at in later steps" if self.is_exempt else ""
-        return f"step {self.step} is not finite: nan or infinity in {', '.join(shown)}{more}{then}"
+        return f"step {self.step} is not finite: nan or infinity in {', '.join(self.names[:_MOST_SHOWN])}{more}{then}"
 
 
 class Leaving(Event, frozen=True):
@@ -542,7 +540,7 @@ class Clocked(Event, frozen=True):
         begun_at_unix_seconds: When the process began. The sums are those of worker 0 since then.
         setup_seconds: All before the restore, such as imports.
         restore_seconds: The restore.
-        train_seconds: Steps, and the program's own code, such as evaluations.
+        train_seconds: Steps, and the program's own code.
         data_seconds: Waits for data, as far as holdfast sees them.
         save_seconds: The time for which saves stopped training.
         leave_seconds: The end, with the last save.
@@ -550,6 +548,7 @@ class Clocked(Event, frozen=True):
         step: How many are complete now.
         repeated_steps: How many of those that it has done an earlier start had done, too.
         is_last: True if the run was left, and is not to be expected to go on.
+        evaluate_seconds: Evaluations that are marked.
     """
 
     begun_at_unix_seconds: float
@@ -563,6 +562,7 @@ class Clocked(Event, frozen=True):
     step: int
     repeated_steps: int = 0
     is_last: bool = False
+    evaluate_seconds: float = 0.0
 
     def __str__(self) -> str:
         whole, train = self.at_unix_seconds - self.begun_at_unix_seconds, self.train_seconds

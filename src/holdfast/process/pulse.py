@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import Final, TypeVar
 
-from holdfast.supervise.board import BETWEEN, DATA, ENDED, ENVIRONMENT, NONE, STEP, Board
+from holdfast.supervise.board import BETWEEN, DATA, ENDED, ENVIRONMENT, EVALUATE, NONE, STEP, Board
 
 Batch = TypeVar("Batch")
 
@@ -100,6 +100,18 @@ def take_batch(batches: Iterator[Batch]) -> Batch:
         return next(batches)
     finally:
         PULSE.enter(PULSE.after_batch)
+
+
+@contextmanager
+def evaluating() -> Iterator[None]:
+    """A block in which training evaluates."""
+    before, after = PULSE.enter(EVALUATE), PULSE.after_batch
+    PULSE.after_batch = EVALUATE
+    try:
+        yield
+    finally:
+        PULSE.after_batch = after
+        PULSE.enter(before)
 
 
 def _open_inherited() -> Board | None:

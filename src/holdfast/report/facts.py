@@ -26,7 +26,9 @@ from holdfast.events.kinds import (
     Warned,
     WitnessDiffers,
 )
+from holdfast.format.names import StepName
 from holdfast.storage import Storage
+from holdfast.storage.tiers import Tiers
 
 NEWS: Final = (Failed, Warned, Skipped, PassedOver, Resized, Diverged, NotFinite, WitnessDiffers, NoticeHeard, Leaving)
 """Events that a person should know of, in the order in which they happened."""
@@ -47,6 +49,7 @@ class RunFacts(NamedTuple):
         restores: Its restores.
         news: Warnings, errors, notices and ends, oldest first; the newest 500.
         kept: Why each step is kept, as of the newest save.
+        places: Where each step is, the nearest place first; empty if the run was looked at in one place.
     """
 
     location: str
@@ -57,6 +60,16 @@ class RunFacts(NamedTuple):
     restores: tuple[Restored, ...]
     news: tuple[Event, ...]
     kept: dict[int, str]
+    places: dict[StepName, list[str]]
+
+
+def find_places(storage: Storage) -> dict[StepName, list[str]]:
+    """**Blocks.** Returns the tiers in which each step of a run is committed; nothing for a storage without tiers."""
+    places: dict[StepName, list[str]] = {}
+    for tier in storage.tiers if isinstance(storage, Tiers) else ():
+        for name in StoredRun(tier.storage).look().committed:
+            places.setdefault(name, []).append(tier.url)
+    return places
 
 
 def read_facts(storage: Storage, location: str) -> RunFacts:
@@ -83,5 +96,14 @@ def read_facts(storage: Storage, location: str) -> RunFacts:
             kept = event.kept
         elif isinstance(event, NEWS):
             news.append(event)
-    times = sum_up([*clocked.values(), *saves])
-    return RunFacts(location, time.time(), survey_run(storage), times, tuple(saves), tuple(restores), tuple(news), kept)
+    return RunFacts(
+        location=location,
+        looked_at=time.time(),
+        survey=survey_run(storage),
+        times=sum_up([*clocked.values(), *saves]),
+        saves=tuple(saves),
+        restores=tuple(restores),
+        news=tuple(news),
+        kept=kept,
+        places=find_places(storage),
+    )

@@ -24,9 +24,9 @@ _LOUD: Final = (Failed,)
 
 _STYLE: Final = """
 :root{color-scheme:light dark;--paper:#fff;--ink:#1f2328;--faint:#59636e;--line:#d1d9e0;--card:#f6f8fa;--train:#2f7d4f;
---data:#8a6d1f;--save:#b3541e;--restore:#2a6f9e;--setup:#7a6a9b;--leave:#4f8f8b;--lost:#b42d2d;--away:#aeb6bf;--dot:#2f7d4f}
+--evaluate:#6b8e23;--data:#8a6d1f;--save:#b3541e;--restore:#2a6f9e;--setup:#7a6a9b;--leave:#4f8f8b;--lost:#b42d2d;--away:#aeb6bf;--dot:#2f7d4f}
 @media (prefers-color-scheme:dark){:root{--paper:#0f1318;--ink:#e6edf3;--faint:#9aa4ae;--line:#30363d;--card:#171c22;
---train:#4fae78;--data:#c7a13f;--save:#e08a50;--restore:#5fa8d8;--setup:#a697cc;--leave:#74b8b3;--lost:#ea6a6a;--away:#4a525b;
+--train:#4fae78;--evaluate:#9db85a;--data:#c7a13f;--save:#e08a50;--restore:#5fa8d8;--setup:#a697cc;--leave:#74b8b3;--lost:#ea6a6a;--away:#4a525b;
 --dot:#4fae78}}
 *{box-sizing:border-box}body{margin:0 auto;max-width:1040px;padding:20px;background:var(--paper);color:var(--ink);
 font:15px/1.5 system-ui,sans-serif}h1{font-size:1.5rem;margin:0;overflow-wrap:anywhere}
@@ -37,7 +37,8 @@ p{margin:.3rem 0}.faint{color:var(--faint)}.tiles{display:flex;flex-wrap:wrap;ga
 svg text{fill:var(--faint);font:11px system-ui,sans-serif}
 .grid{stroke:var(--line)}.line{fill:none;stroke:var(--dot);stroke-width:1.5}
 .dot{fill:var(--dot)}.dot.marked{fill:var(--paper);stroke:var(--save);stroke-width:2.5}
-.train{fill:var(--train);background:var(--train)}.data{fill:var(--data);background:var(--data)}
+.train{fill:var(--train);background:var(--train)}.evaluate{fill:var(--evaluate);background:var(--evaluate)}
+.data{fill:var(--data);background:var(--data)}
 .save{fill:var(--save);background:var(--save)}.restore{fill:var(--restore);background:var(--restore)}
 .setup{fill:var(--setup);background:var(--setup)}.leave{fill:var(--leave);background:var(--leave)}
 .lost{fill:var(--lost);background:var(--lost)}.away{fill:var(--away);background:var(--away)}
@@ -129,7 +130,7 @@ def _render_timeline(facts: RunFacts) -> str:
     rows = []
     for number, (start, end) in enumerate(zip(starts, ends, strict=True), first):
         spans, at = [], start.begun_at_unix_seconds
-        for kind in ("setup", "restore", "lost", "train", "data", "save", "leave"):
+        for kind in ("setup", "restore", "lost", "train", "evaluate", "data", "save", "leave"):
             seconds = start.repeated_seconds if kind == "lost" else getattr(start, kind)
             if seconds:
                 text = f"start {number}, {WORDS[kind]}: {time_text(seconds)}"
@@ -166,7 +167,7 @@ def _list_starts(starts: Sequence[StartTimes], first: int) -> str:
             f"{one.step:,}",
             f"{one.repeated_steps:,}",
             time_text(one.setup + one.restore),
-            time_text(one.train + one.data),
+            time_text(one.train + one.evaluate + one.data),
             time_text(one.away + one.lost),
             "left" if one.is_whole else "died, or goes on",
         ]
@@ -221,8 +222,9 @@ def _render_steps(facts: RunFacts) -> str:
     if not found:
         return "<h2>Checkpoints</h2><p>There are none.</p>"
     rows = [[*_describe_step(facts, one)] for one in reversed(found)]
-    titles = ["step", "saved", "size", "kept because", "metrics", "go back to it, or export it"]
-    return "<h2>Checkpoints</h2>" + _table(titles, rows, figures=[0, 2], raw=[5])
+    titles = ["step", "saved", "size", "kept because", *["is in"] * bool(facts.places), "metrics"]
+    titles.append("go back to it, or export it")
+    return "<h2>Checkpoints</h2>" + _table(titles, rows, figures=[0, 2], raw=[len(titles) - 1])
 
 
 def _describe_step(facts: RunFacts, one: Found) -> Iterable[str]:
@@ -230,11 +232,16 @@ def _describe_step(facts: RunFacts, one: Found) -> Iterable[str]:
     yield f"{one.step:,}"
     yield _when(one.committed_at_unix_seconds) if one.committed_at_unix_seconds else "unknown"
     yield size_text(one.size_bytes)
+    remarks = [] if one.manifest is None or one.manifest.facts.is_finite else ["not finite"]
     if one.state is State.LIVING:
         holds = [str(hold.reader or "pinned") for hold in facts.survey.find_holds(one)]
-        yield "; ".join(filter(None, [facts.kept.get(one.step or 0, ""), *holds]))
+        why = [facts.kept.get(one.step or 0, ""), *holds]
     else:
-        yield {State.OFF_LINE: "off the line: the run went on from elsewhere"}.get(one.state, "its manifest is lost")
+        lost = "its manifest is lost"
+        why = [{State.OFF_LINE: "off the line: the run went on from elsewhere"}.get(one.state, lost)]
+    yield "; ".join(filter(None, [*why, *remarks]))
+    if facts.places:
+        yield ", ".join(facts.places.get(one.name, []) if one.name else [])
     yield ", ".join(f"{name} {value:.6g}" for name, value in one.metrics.items())
     commands = (f"holdfast rollback {place}", f"holdfast export {place} --to safetensors out/")
     yield "<br>".join(f"<code>{escape(command)}</code>" for command in commands)

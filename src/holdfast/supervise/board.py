@@ -19,10 +19,11 @@ PHASES: Final = (
     "in the program's own code",
     "leaving",
     "ended",
+    "evaluating",
 )
 """The phases of a trainer, in words; a phase is an index of these."""
 
-(NONE, STARTING, RESTORE, STEP, DATA, COPY, COMMIT, BETWEEN, LEAVING, ENDED) = range(len(PHASES))
+(NONE, STARTING, RESTORE, STEP, DATA, COPY, COMMIT, BETWEEN, LEAVING, ENDED, EVALUATE) = range(len(PHASES))
 
 ENVIRONMENT: Final = "HOLDFAST_BOARD"
 """Names the board that a trainer inherits: `descriptor:pid`, where 0 means the first process that uses it."""

@@ -8,6 +8,7 @@ from holdfast.supervise.board import (
     BETWEEN,
     DATA,
     ENDED,
+    EVALUATE,
     LEAVING,
     NONE,
     PHASES,
@@ -21,10 +22,10 @@ OFF, REPORT, RESTART = range(3)
 _AGAIN: Final = 2.0
 """A phase may take that many times as long as it ever did in this process."""
 
-_UNMARKED: Final = (STARTING, BETWEEN, LEAVING)
-"""Phases in which the program does what is not known: it may evaluate, for example."""
+_UNMARKED: Final = (STARTING, BETWEEN, EVALUATE, LEAVING)
+"""Phases in which the program does what is not known, or what may take another time each time."""
 
-_OWN_CODE: Final = (STEP, BETWEEN)
+_OWN_CODE: Final = (STEP, BETWEEN, EVALUATE)
 """Phases in which the program runs its own code, which may evaluate within a step, too."""
 
 
@@ -86,7 +87,7 @@ def decide(reading: Reading, now: float, forgiven_seconds: float = 0.0) -> HangV
 def find_limit(reading: Reading, limits: Limits) -> tuple[float, str]:
     """**Pure.** Returns how long the phase may take, and why."""
     phase, slowest = reading.phase, max(reading.last, default=0.0)
-    if not reading.first_step_at and phase in (STEP, DATA, BETWEEN):
+    if not reading.first_step_at and phase in (STEP, DATA, BETWEEN, EVALUATE):
         least, why = limits.first_step_seconds, "the first step"
     elif phase in _UNMARKED or not reading.last:
         least, why = limits.unmarked_seconds, "its usual duration is not known"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar
 from holdfast.cluster.failure_detector import find_start
 from holdfast.events.kinds import Clocked, Committed, Event, Leaving
 from holdfast.process.pulse import PULSE
-from holdfast.supervise.board import BETWEEN, COMMIT, COPY, DATA, LEAVING, PHASES, RESTORE, STEP
+from holdfast.supervise.board import BETWEEN, COMMIT, COPY, DATA, EVALUATE, LEAVING, PHASES, RESTORE, STEP
 
 if TYPE_CHECKING:
     from holdfast.manager import CheckpointManager
@@ -60,6 +60,8 @@ class Ledger:
             return  # Without a save there is no journal.
         now, spent = time.time(), self._read_spent()
         restore, data, saves, leaving = spent[RESTORE], spent[DATA], spent[COPY] + spent[COMMIT], spent[LEAVING]
+        evaluations = spent[EVALUATE]
+        known = self._setup + restore + data + saves + leaving + evaluations
         first, done = self._find_steps()
         Ledger._counted_until = now
         self._emit(
@@ -68,7 +70,8 @@ class Ledger:
                 begun_at_unix_seconds=self._begun_at,
                 setup_seconds=self._setup,
                 restore_seconds=restore,
-                train_seconds=max(now - self._begun_at - self._setup - restore - data - saves - leaving, 0.0),
+                train_seconds=max(now - self._begun_at - known, 0.0),
+                evaluate_seconds=evaluations,
                 data_seconds=data,
                 save_seconds=saves,
                 leave_seconds=leaving,

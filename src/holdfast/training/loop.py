@@ -22,7 +22,7 @@ from holdfast.policies import find_modes
 from holdfast.preemption.guard import Guard
 from holdfast.preemption.sources.protocol import Demand
 from holdfast.process.exit import EXIT_SAVE_FAILED, LeavingExit, end_interrupted, end_process
-from holdfast.process.pulse import PULSE
+from holdfast.process.pulse import PULSE, evaluating
 from holdfast.process.terminal import say
 from holdfast.save.handle import SaveHandle
 from holdfast.save.mark import Mark
@@ -278,12 +278,12 @@ class TrainingLoop:
             yield
             return
         self.pause(step)
-        self._is_in_block, before = True, PULSE.enter(BETWEEN)
+        self._is_in_block = True
         try:
-            yield
+            with evaluating():
+                yield
         finally:
             self._is_in_block = False
-            PULSE.enter(before)
             self.begin_steps()
 
     def pause(self, step: int) -> None:

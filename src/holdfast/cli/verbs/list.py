@@ -9,7 +9,6 @@ from typing import Any, Final
 
 import click
 
-from holdfast.catalog import StoredRun
 from holdfast.catalog.holds import Hold
 from holdfast.catalog.survey import (
     NOTHING,
@@ -45,9 +44,9 @@ from holdfast.cli.target import find_run, find_runs, join_place, no_living, open
 from holdfast.errors import NoCheckpointError, UsageError
 from holdfast.events.kinds import size_text
 from holdfast.format.names import StepName
+from holdfast.report.facts import find_places
 from holdfast.restore.read import open_pool
 from holdfast.storage import Storage, open_storage
-from holdfast.storage.tiers import Tiers
 
 LOWEST: Final = "▼"
 HIGHEST: Final = "▲"
@@ -157,11 +156,10 @@ _PLACES: Final = Kind(", ".join, ",".join)
 
 def _make_tier_column(storage: Any) -> Column[Found]:
     """**Blocks.** Returns the column that says in which tiers a step is committed."""
-    tiers: Tiers = storage
-    known = {one.url: set(StoredRun(one.storage).look().committed) for one in tiers.tiers}
+    places = find_places(storage)
     return Column(
         "is in",
-        lambda one: [url for url, names in known.items() if one.name in names] or None,
+        lambda one: places.get(one.name) if one.name else None,
         _PLACES,
         plain="TIERS",
         key="tiers",

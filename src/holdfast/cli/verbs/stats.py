@@ -14,7 +14,7 @@ from holdfast.catalog.openers import find_owner
 from holdfast.cli.completion import RunPath
 from holdfast.cli.report import COUNT, SHARE, TIME, Column, Kind, Report, verb
 from holdfast.cli.screen import FAINT, GOOD, STRONG, counted
-from holdfast.cli.target import find_run
+from holdfast.cli.target import find_run, takes_tiers
 from holdfast.errors import NoCheckpointError, UsageError
 from holdfast.events.kinds import Clocked, Committed, time_text
 from holdfast.report.facts import read_facts
@@ -75,7 +75,7 @@ def _start_columns() -> list[Column[StartTimes]]:
         Column("to step", lambda one: one.step, COUNT),
         Column("repeated", lambda one: one.repeated_steps, COUNT, may_go=3),
         *(_make_seconds_column(name, 2) for name in ("away", "lost", "setup", "restore", "train")),
-        *(_make_seconds_column(name, 4) for name in ("data", "save", "leave")),
+        *(_make_seconds_column(name, 4) for name in ("evaluate", "data", "save", "leave")),
         Column("end", lambda one: "left" if one.is_whole else "died, or goes on"),
     ]
 
@@ -114,14 +114,15 @@ def _make_document(url: str, times: RunTimes) -> dict[str, Any]:
     "-o", "--output", metavar="FILE", type=click.Path(dir_okay=False, path_type=Path),
     help="Where to write it; by default a file in the current directory that is named for the run.",
 )  # fmt: skip
-def write_report(report: Report, run: str, output: Path | None) -> None:
+@takes_tiers
+def write_report(report: Report, run: str, output: Path | None, tiers: tuple[str, ...]) -> None:
     """Write a page about a run: one HTML file that needs no network, to look at, to print or to send.
 
     It shows the starts of the run with their saves, restarts and notices, where the time went, metrics, the durations
     and sizes of saves, the checkpoints with why they are kept, and all warnings and errors in order. It works on the
-    files of a dead run alone, and in a bucket.
+    files of a dead run alone, and in a bucket. With --tier it also says in which place each checkpoint is.
     """
-    target = find_run(run)
+    target = find_run(run, tiers)
     facts = read_facts(target.storage, target.location)
     name = "".join(letter if letter.isalnum() or letter in "-_." else "-" for letter in PurePath(target.location).name)
     path = output if output is not None else Path(f"{name.strip('.') or 'run'}-report.html")

@@ -35,9 +35,11 @@ from holdfast.integrations.frameworks.keras.state import (
     write_global_seed,
 )
 from holdfast.policies import counts_epochs
+from holdfast.process.pulse import PULSE
 from holdfast.process.terminal import inform
 from holdfast.state.data.replay import Watched, describe_change
 from holdfast.state.rng import RNG
+from holdfast.supervise.board import BETWEEN, EVALUATE
 
 _NOTHING: Final = object()
 _UNSET: Final = object()
@@ -420,12 +422,17 @@ class FitRun(keras.callbacks.Callback, Fit):
 
     def on_test_begin(self, logs: Any = None) -> None:
         """Notes what an evaluation at the end of an epoch changes."""
+        PULSE.enter(EVALUATE)
         if self.run is not None and self._feed.place.is_complete:
             self._before_test = {
                 "copies": copy_small(self._list_variables(self._model)),
                 "callbacks": self._states.read(),
                 "random": self._feed.read_random(),
             }
+
+    def on_test_end(self, logs: Any = None) -> None:
+        """Notes the end of the evaluation."""
+        PULSE.enter(BETWEEN)
 
     def on_test_batch_begin(self, batch: int, logs: Any = None) -> None:
         """Exits from within the evaluation if the job was asked to stop: a restart evaluates again."""

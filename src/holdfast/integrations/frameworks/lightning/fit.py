@@ -33,6 +33,7 @@ from holdfast.integrations.frameworks.lightning.state import (
     read_metrics,
     read_trainer,
 )
+from holdfast.process.pulse import evaluating
 from holdfast.state import RNG
 
 # Older versions average no weights.
@@ -322,6 +323,10 @@ class LightningFit(Fit):
         return shared, own
 
     def _validate(self, original: Callable[[], Any]) -> Any:
+        with evaluating():
+            return self._validate_saved(original)
+
+    def _validate_saved(self, original: Callable[[], Any]) -> Any:
         trainer, run, loop = self._trainer, self.run, self._trainer.fit_loop.epoch_loop
         is_within_step = trainer.lightning_module.automatic_optimization and loop._should_accumulate()
         if run is None or trainer.sanity_checking or self._is_counted or is_within_step:

@@ -25,6 +25,7 @@ from holdfast.integrations.torch.draws import has_state
 from holdfast.integrations.torch.module_walks import find_moving, find_trained_beside
 from holdfast.integrations.torch.places import DataPlace
 from holdfast.manager import CheckpointManager
+from holdfast.process.pulse import evaluating
 from holdfast.state import RNG, PerWorker
 from holdfast.storage import open_storage
 
@@ -354,7 +355,8 @@ class TrainerFit(TrainerCallback, Fit):  # type: ignore[misc, unused-ignore]
         self._worker.begin_evaluation()
         self._evaluation = Evaluation(run, trainer.model, trainer.args.device)
         try:
-            return original(*positional, **named)
+            with evaluating():
+                return original(*positional, **named)
         finally:
             self._end_evaluation()
 
