@@ -66,7 +66,7 @@ FOR_HOLDFAST: Final[dict[str, set[str]]] = {
     "NodeCheckpointManager": {"init"},
     "ResumableSampler": {"look", "count_complete", "has_taken_last", "skip"},
     "Run": {"save_last", "warn", "pass_boundary", "go_on_by_restart"},
-    "SaveHandle": {"has_place", "must_be_replaced", "is_joint", "reach", "try_cancel", "wait_served"},
+    "SaveHandle": {"copy_seconds", "has_place", "must_be_replaced", "is_joint", "reach", "try_cancel", "wait_served"},
     **dict.fromkeys(("Session", "LocalSession", "TorchrunSession", "RaySession"), SESSION),
     "Task": {"nodes_in", "note_results"},
     "TaskGroup": {"freeze", "include", "named_nodes", "runs_on_all"},

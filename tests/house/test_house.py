@@ -100,9 +100,9 @@ BUDGETS = {
     # A table of rules and four moments.
     "advice": 1507,
     # A stored run: listing, history, fence, commit, survey, deletion, removal.
-    "catalog": 3219,
+    "catalog": 3230,
     # Ten verbs, each with one report for a page, a pipe and JSON.
-    "cli": 4920,
+    "cli": 4926,
     # Joining, the store, failures of workers, a barrier.
     "cluster": 2340,
     # Files of torch, safetensors, DCP, Orbax, Lightning and the Trainer, read without trust.
@@ -128,7 +128,7 @@ BUDGETS = {
     # Saving and retention, as pure functions.
     "policies": 926,
     # Notices, the agreement of workers, the last save.
-    "preemption": 5269,
+    "preemption": 5280,
     # Threads, terminal, interrupts, end of the process.
     "process": 1079,
     # A page about a run: what it shows, its charts, its HTML.
@@ -136,15 +136,15 @@ BUDGETS = {
     # Candidates, one plan of pieces, resharding, verification, copies in another place.
     "restore": 3020,
     # Request, attempt, image, files, and the conversation of several workers.
-    "save": 6394,
+    "save": 6403,
     # A tree of objects taken apart, captured, and matched.
     "state": 7450,
     # What runs beside a trainer: supervisor, spare and clients, the page that it writes for them, and the watchdog.
     "supervise": 2800,
     # The protocol, memory, and local directories that survive a crash.
-    "storage": 4393,
+    "storage": 4447,
     # The copies of each step in farther tiers, and the start of workers whose first tiers differ.
-    "tiering": 1196,
+    "tiering": 1250,
     # Contracts for storages and clusters of others.
     "testing": 1169,
     # The run, its loop, the handler, the state of workers.

@@ -86,6 +86,10 @@ def outlook(
         # A save in flight may take as long again as it has taken, and the next one as long as all of it.
         (outlook(is_saved=True, saving_seconds=20), Action.TRAIN),
         (outlook(is_saved=True, saving_seconds=33), Action.LEAVE),
+        # The last save is copied into the farthest tier, if that has room at all.
+        (outlook(is_saved=True, copy_seconds=40), Action.TRAIN),
+        (outlook(is_saved=True, copy_seconds=65), Action.LEAVE),
+        (outlook(is_saved=True, copy_seconds=66), Action.TRAIN),
     ],
 )
 def test_what_is_done(seen: Outlook, action: Action) -> None:

@@ -62,6 +62,7 @@ class Bucket:
         misses_fail: True if the removal of an object that is not there is an error.
         changed: Called with each path that was made (True), or overwritten or removed (False).
         late: Requests that have not arrived yet.
+        cut_off: The machines from which no request arrives.
     """
 
     scheduler: Scheduler
@@ -71,6 +72,7 @@ class Bucket:
     changed: Callable[[str, bool], object] = lambda path, is_made: None
     late: list[tuple[str, Callable[[], object]]] = field(default_factory=list)
     objects: dict[str, _Stored] = field(default_factory=dict)
+    cut_off: set[str] = field(default_factory=set)
 
     def open(self, process: Process | None = None) -> SimulatedStorage:
         """Returns the storage of a process; without one, calls are no scheduling points and meet no faults."""
@@ -281,7 +283,7 @@ class Client:
             after = page[-1]
         if prefix == "generations" and self._process is not None:
             task = self._bucket.scheduler.task
-            task.looked_at = self._bucket.scheduler.now
+            task.looked_at[self._bucket] = self._bucket.scheduler.now
         return found
 
     def _ask(self, kind: str, what: str, act: Callable[[], _T]) -> _T:
@@ -299,6 +301,8 @@ class Client:
                 if is_change and not scheduler.failure and scheduler.dice.random() < weather.late * 5:
                     self._bucket.late.append((call, act))
                 raise
+            if process.machine in self._bucket.cut_off:
+                raise exceptions.GenericError(f"error sending request: {call}: no route to host")
             if process.is_calm:
                 return act()
             chance = scheduler.dice.random() - weather.lost

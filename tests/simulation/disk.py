@@ -210,7 +210,7 @@ class DiskStorage:
         names = self._call("list", path or ".", lambda: self._list_names(path))
         scheduler = self._disk.scheduler
         if path == "generations" and self._process is not None:
-            scheduler.task.looked_at = scheduler.now
+            scheduler.task.looked_at[self._disk] = scheduler.now
         if self._process is not None and names and scheduler.dice.random() < 0.2:
             # What comes or goes meanwhile may be seen or not.
             later = self._call("list on", path or ".", lambda: self._list_names(path))

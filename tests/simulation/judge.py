@@ -95,6 +95,7 @@ class Judge:
     floor: int = -1
     slept_over: set[StepName] = field(default_factory=set)
     _storage: Storage | None = None
+    _place: Place | None = None
     _opened: dict[int, int] = field(default_factory=dict)
     _bases: dict[int, Base] = field(default_factory=dict)
     _committed: dict[StepName, Committed] = field(default_factory=dict)
@@ -103,7 +104,7 @@ class Judge:
 
     def watch(self, place: Place) -> None:
         """Looks at each change from now on."""
-        self._storage = place.open()
+        self._storage, self._place = place.open(), place
         place.changed = self._note  # type: ignore[attr-defined]
 
     def wrong(self, text: str) -> None:
@@ -227,9 +228,9 @@ class Judge:
 
     def _note_record(self, path: str, is_made: bool) -> None:
         name = path.partition("/")[2]
-        if not name[:4].isdigit():
+        number = parse_generation_file(name) or parse_generation_file(name.replace(".base.json", ".json"))
+        if number is None:
             return
-        number = int(name[:4])
         if not is_made:
             # One whose name could not be made to last was taken back.
             (self._opened if path == generation_path(number) else self._bases).pop(number, None)
@@ -270,13 +271,14 @@ class Judge:
 
     def _note_withdrawal(self, name: StepName) -> None:
         task, is_late, was_promised = self.scheduler.task, self.scheduler.is_late, self._is_promised(name)
+        looked_at = task.looked_at.get(self._place, -1)
         del self._committed[name]
         self._withdrawn[name] = self.scheduler.now, task.process
         newer = [] if is_late else self._list_newer(task.process)
         if task.name.startswith("person"):
             # A person has no generation: newer ones are those that were opened since the last look.
-            newer = [one for one, opened_at in self._opened.items() if opened_at > task.looked_at]
-        if was_promised and newer and min(self._opened[one] for one in newer) < task.looked_at:
+            newer = [one for one, opened_at in self._opened.items() if opened_at > looked_at]
+        if was_promised and newer and min(self._opened[one] for one in newer) < looked_at:
             self.wrong(f"{task.name} removes {name}, though it has seen generation {newer}")
         if newer or is_late:
             self.slept_over.add(name)

@@ -34,6 +34,7 @@ class Process:
         is_calm: True if its calls meet no faults.
         has_read_wrong_bytes: True once a read was answered with wrong bytes.
         generation: The generation that it has opened; 0 for none.
+        machine: Where it runs, if that matters.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Process:
     is_calm: bool = False
     has_read_wrong_bytes: bool = False
     generation: int = 0
+    machine: str = ""
 
 
 def _take(lock: threading.Lock) -> threading.Lock:
@@ -56,7 +58,7 @@ class Task:
     Attributes:
         wakes_at: It does not run before this time of the scheduler, unless nothing else can.
         waits_for: The task whose end it waits for, or None.
-        looked_at: When it last listed the generations.
+        looked_at: When it last listed the generations of each place.
     """
 
     process: Process
@@ -65,7 +67,7 @@ class Task:
     wakes_at: int = 0
     waits_for: Task | None = None
     is_done: bool = False
-    looked_at: int = -1
+    looked_at: dict[object, int] = field(default_factory=dict)
 
     def can_run(self, now: int) -> bool:
         """Returns True if it can have the turn."""
@@ -151,6 +153,14 @@ class Scheduler:
             self._let_others(task)
         task.waits_for = None
         if self.failure or task.process.is_dead:
+            raise Killed
+
+    def rest(self, calls: int) -> None:
+        """Lets others go on, for that many calls."""
+        self.pause("rests")
+        self.task.wakes_at = self.now + calls
+        self._let_others(self.task)
+        if self.failure or self.task.process.is_dead:
             raise Killed
 
     def drain(self) -> None:

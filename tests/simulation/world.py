@@ -10,6 +10,7 @@ from typing import Any, Final
 import numpy as np
 
 from holdfast.catalog import StoredRun
+from holdfast.catalog.step_copier import StepCopier
 from holdfast.catalog.survey import Wishes, carry_out, check_unchanged, plan_removals, survey_run
 from holdfast.errors import (
     FencedError,
@@ -95,7 +96,7 @@ class World:
         self.seed, kind = seed, kind_of(seed)
         self.scheduler = Scheduler(seed)
         self.dice: random.Random = self.scheduler.dice
-        self.judge = Judge(self.scheduler)
+        self.judge = self.make_judge()
         self.place: Place = self._make_place(kind)
         self.judge.watch(self.place)
         self.scheduler.happen = self._happen
@@ -104,6 +105,10 @@ class World:
         self._marks = 0
         self._deadly = self.dice.choice((0.0, 0.001, 0.003, 0.01))
         self._cuts = kind == "disk" and self.dice.random() < 0.6
+
+    def make_judge(self) -> Judge:
+        """Returns what judges the place."""
+        return Judge(self.scheduler)
 
     def _make_place(self, kind: str) -> Place:
         dice = self.dice
@@ -126,8 +131,7 @@ class World:
             self._drain()
             if not (self.scheduler.failure or self.judge.slept_over):
                 self.scheduler.happen = lambda: None
-                self._start_alone("last", lambda process: self._live(process, saves=2))
-                self._start_alone("check", self._check_end)
+                self._finish()
         return Outcome(
             self.seed,
             self.scheduler.trace,
@@ -137,6 +141,10 @@ class World:
             self.fenced,
             self.deaths,
         )
+
+    def _finish(self) -> None:
+        self._start_alone("last", lambda process: self._live(process, saves=2))
+        self._start_alone("check", self._check_end)
 
     def _start_alone(self, name: str, body: Callable[[Process], object]) -> None:
         process = self._new(name, can_die=False, is_calm=True)
@@ -188,15 +196,35 @@ class World:
 
     def _live(self, process: Process, *, saves: int) -> None:
         """The life of a job: it restores, trains, saves, and cleans up."""
-        storage = self.place.open(process)
         try:
-            Job(self, process, storage).run(saves)
+            self.make_job(process).run(saves)
         except FencedError:
             self.fenced += 1
         except StorageError as error:
             self.scheduler.note(f"{process.name} ends: {error}")
             if process.is_calm:
                 raise
+
+    def open(self, process: Process) -> Storage:
+        """Returns the storage of a process."""
+        storage: Storage = self.place.open(process)
+        return storage
+
+    def make_job(self, process: Process) -> Job:
+        """Returns the job of a process."""
+        return Job(self, process, self.open(process))
+
+    def note_generation(self, process: Process, generation: int, seen: int) -> None:
+        """A process has opened a generation; see `Judge`."""
+        self.judge.note_generation(process, generation, seen)
+
+    def note_saving(self, process: Process, name: StepName, arrays: dict[str, bytes]) -> None:
+        """A process is about to commit a step of these bytes."""
+        self.judge.saved[name] = arrays
+
+    def acknowledge(self, process: Process, name: StepName) -> None:
+        """A process calls a step committed."""
+        self.judge.acknowledge(process, name)
 
     def restore(self, process: Process, storage: Storage, arrays: dict[str, Any]) -> Restoration | None:
         """**Blocks.** Restores, and checks what comes."""
@@ -223,7 +251,7 @@ class World:
 
     def _read_on(self) -> None:
         process = self.scheduler.task.process
-        storage = self.place.open(process)
+        storage = self.open(process)
         for _ in range(self.dice.randrange(1, 4)):
             try:
                 restoration = self.restore(process, storage, make_arrays())
@@ -267,10 +295,11 @@ class World:
 class Job:
     """A job, from its start to its end: what a manager does, in the same order."""
 
-    def __init__(self, world: World, process: Process, storage: Storage) -> None:
+    def __init__(self, world: World, process: Process, storage: Storage, copier: StepCopier | None = None) -> None:
         dice = world.dice
         self._world, self._process, self._storage = world, process, storage
-        self._writer = RunWriter(storage, Latest(dice.randrange(1, 4)), incremental=dice.random() < 0.5)
+        keep = Latest(dice.randrange(1, 4)) if copier is None else copier.keep
+        self._writer = RunWriter(storage, keep, incremental=dice.random() < 0.5, copier=copier)
         self._tidier = _Tidier(world.scheduler, process, self._writer)
         self._stager, self._pool = Stager(HostBuffer()), WorkerPool(1, "save")
         self._arrays = make_arrays()
@@ -304,6 +333,10 @@ class Job:
                     raise
                 is_again = dice.random() < 0.8
         self._tidier.wait()
+        self._end()
+
+    def _end(self) -> None:
+        """**Blocks.** The end of a job that is not killed."""
         self._writer.recycler.close()
 
     def _save(self) -> None:
@@ -320,13 +353,13 @@ class Job:
                 receipts = attempt.write(staging, self._pool)
             finally:
                 if (opened := self._writer.generation) not in (None, generation):
-                    world.judge.note_generation(self._process, opened, self._origin.seen_generation)
+                    world.note_generation(self._process, opened, self._origin.seen_generation)
             name = request.name
             assert name is not None
-            world.judge.saved[name] = saved
+            world.note_saving(self._process, name, saved)
             manifest = attempt.commit(receipts)
             assert manifest is not None
-            world.judge.acknowledge(self._process, name)
+            world.acknowledge(self._process, name)
         except BaseException as error:
             attempt.give_up(error)
             raise

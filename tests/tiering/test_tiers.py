@@ -183,6 +183,30 @@ def test_steps_that_a_tier_still_needs_stay_near(near: Path, far: Path, start: C
     assert steps_in(near) == [7]
 
 
+def test_a_copy_ends_although_saves_are_quicker(near: Path, far: Path, start: Callable[..., Job]) -> None:
+    """Both tiers keep one step: each save makes the one that is being copied superfluous."""
+    job = start(near, hf.Tier(far, most_bytes_per_second=40_000), keep=1)
+    job.save_all(1, tier=None)
+    wait_until((far / "step-000000001.g0001").exists)
+    job.save_all(2, 3, tier=None)
+    assert steps_in(near) == [1, 3]
+    wait_until(lambda: steps_in(far) == [1])
+    job.manager.close()
+    assert steps_in(far) == [3]
+
+
+def test_a_nearest_tier_that_was_moved_is_not_made_again(near: Path, far: Path, start: Callable[..., Job]) -> None:
+    job = start(near, hf.Tier(far, most_bytes_per_second=40_000))
+    job.save_all(1, tier=None)
+    wait_until((far / "step-000000001.g0001").exists)
+    near.rename(near.with_name("moved"))
+    with pytest.raises(SaveFailedError, match="the run was moved"):
+        job.save(2).wait_committed()
+    job.manager.close()
+    assert not near.exists()
+    assert job.texts() == []
+
+
 def test_only_what_a_tier_would_keep_is_copied(near: Path, far: Path, start: Callable[..., Job]) -> None:
     bucket = Distant(far)
     job = start(hf.Tier(near, keep=1), hf.Tier(bucket, keep=2))
@@ -548,6 +572,11 @@ def test_a_list_says_where_each_step_is(near: Path, far: Path, start: Callable[.
     assert listed[2]["tiers"] == [str(near), str(far)]
     assert call_json("show", f"{near}@1", "--tier", far)["step"] == 1
     assert call("list", near, far, "--tier", far).exit_code == 2
+    for verb in ("list", "show", "copy"):
+        done = call(verb, near, *([far.with_name("new")] if verb == "copy" else []), "--tier", far.with_name("fra"))
+        assert done.exit_code == 3
+        assert f"--tier {far.with_name('fra')}: no job has copied a run there" in done.output
+        assert f"Its job has copied to {far}." in done.output
 
 
 # Kills.

@@ -22,6 +22,10 @@ class StepCopier(Protocol):
     keep: RetentionPolicy
     keeps_images: bool
 
+    @property
+    def copy_seconds(self) -> float | None:
+        """How long the newest copy into the farthest tier took; None if there was none."""
+
     def align(self) -> None:
         """**Blocks.** Makes all tiers know the same generations; see `Tiers.align`."""
 
@@ -30,6 +34,9 @@ class StepCopier(Protocol):
 
     def check(self) -> None:
         """Raises `FencedError` if another job was found to have gone on in a farther tier."""
+
+    def note_generation(self, generation: int) -> None:
+        """Called when this job has opened a generation."""
 
     def keep_image(self, record: ImageRecord) -> None:
         """Called when the image of a save is whole in memory, with what the next start needs of it."""

@@ -306,6 +306,10 @@ class StoredRun:
                         path=path,
                         hint="Use a service that honors If-None-Match: S3, Google Cloud Storage, Azure, Ceph or MinIO.",
                     )
+                if (least or self.storage.traits.has_tiers) and seen_generation is not None:
+                    # One that was opened where not all tiers could be reached has another number. Of two that are
+                    # opened at the same time at least one sees the other.
+                    self.check_unpassed(seen_generation, token)
                 return generation
             generation += 1  # Another job took the number in the same moment.
         raise StorageError(

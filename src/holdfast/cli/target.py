@@ -25,6 +25,7 @@ from holdfast.errors import (
     StorageError,
     UsageError,
 )
+from holdfast.events import Copied
 from holdfast.format.index import StoredBox
 from holdfast.format.names import (
     COMMITTED_NAME,
@@ -114,7 +115,12 @@ def find_target(
     """
     storage, location, step = split_place(text)
     if tiers:
-        storage = Tiers(storage, *tiers)
+        near, storage = storage, Tiers(storage, *tiers)
+        for tier in storage.tiers[1:]:
+            if not any(belongs_to_run(entry) for entry in tier.storage.list("")):
+                known = sorted({event.tier for event in StoredRun(near).read_journal() if isinstance(event, Copied)})
+                hint = f"Its job has copied to {', '.join(known)}." if known else "Its job names it in Tiers(...)."
+                raise NoCheckpointError(f"--tier {tier.place}: no job has copied a run there", hint=hint)
     entries = storage.list("")
     is_step = any(not entry.is_directory and is_own_file(entry.name) for entry in entries)
     if not is_step and not any(belongs_to_run(entry) for entry in entries):

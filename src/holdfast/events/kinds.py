@@ -32,8 +32,7 @@ def time_text(seconds: float) -> str:
     if seconds < 120:
         return f"{seconds:.3g} s"
     minutes, whole_seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min {whole_seconds} s"
+    return f"{minutes // 60} h {minutes % 60} min" if minutes >= 60 else f"{minutes} min {whole_seconds} s"
 
 
 def size_text(size_bytes: float) -> str:
@@ -575,6 +574,7 @@ AnyEvent: TypeAlias = (
     | Held
     | Written
     | Committed
+    | Copied
     | Restored
     | Resized
     | Diverged

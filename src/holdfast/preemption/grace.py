@@ -104,6 +104,7 @@ class Outlook(msgspec.Struct, frozen=True, kw_only=True):
         saving_seconds: How long the save in progress has taken so far; None if there is none.
         is_saved: True if a save was begun since the notice.
         has_failed: True if that save has failed.
+        copy_seconds: How long the newest copy into the farthest tier of the run took; None if there was none.
     """
 
     demand: Demand
@@ -113,6 +114,7 @@ class Outlook(msgspec.Struct, frozen=True, kw_only=True):
     saving_seconds: float | None = None
     is_saved: bool = False
     has_failed: bool = False
+    copy_seconds: float | None = None
 
     @property
     def next_save_seconds(self) -> float:
@@ -127,11 +129,19 @@ class Outlook(msgspec.Struct, frozen=True, kw_only=True):
         return 0.0 if saving is None else max(self.next_save_seconds - saving, 0.0)
 
     @property
+    def last_copy_seconds(self) -> float:
+        """The time for the copy of the last save into the farthest tier; 0 if it does not fit into what remains."""
+        known = _SAVE_FACTOR * (self.copy_seconds or 0.0)
+        fits = self.left_seconds is not None and self.next_save_seconds + known + MARGIN_SECONDS <= self.left_seconds
+        return known if fits else 0.0
+
+    @property
     def needed_seconds(self) -> float:
-        """The time for another step, with the save after it and, before that, the rest of the save in progress."""
+        """The time for another step, with the save after it and its copy and, before that, the rest of the save in
+        progress."""
         step = _STEP_FACTOR * (self.step_seconds or 0.0)
         # The save in flight goes on while the step runs.
-        return max(step, self.rest_seconds) + self.next_save_seconds + MARGIN_SECONDS
+        return max(step, self.rest_seconds) + self.next_save_seconds + self.last_copy_seconds + MARGIN_SECONDS
 
 
 def combine(received: Sequence[ReceivedNotice], grace_period: float | None, now: float) -> CombinedDemand:

@@ -105,6 +105,7 @@ class LoopProgress:
             saving_seconds=time.monotonic() - self._early_at if is_under_way else None,
             is_saved=self._early_demand is not None and self._early_demand >= demand,
             has_failed=early is not None and early.failed,
+            copy_seconds=None if early is None else early.copy_seconds,
         )
 
     def find_lateness(self, received: Sequence[ReceivedNotice], left_seconds: float | None) -> str:

@@ -331,6 +331,11 @@ class SaveHandle:
         limit_seconds = self._timeout_seconds if timeout_seconds is None else timeout_seconds
         return self._copier.wait(self.request.name, tier, max(limit_seconds - (time.monotonic() - begun_at), 0.0))
 
+    @property
+    def copy_seconds(self) -> float | None:
+        """How long the newest copy into the farthest tier took; None if there was none."""
+        return None if self._copier is None else self._copier.copy_seconds
+
     def reach(self, timeout_seconds: float) -> str:
         """**Blocks.** Waits until the committed checkpoint is in the farthest tier that it comes to in time.
 

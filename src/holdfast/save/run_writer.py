@@ -307,6 +307,8 @@ class RunWriter(CheckpointWriter):
             base = make_base(generation, origin.base, origin.start_from)
             whole.record_base(base)
             self.generation, self.base, self._named = generation, base, (-1, 0)
+            if self.copier is not None:
+                self.copier.note_generation(generation)
             self.exempt = origin.exempt
             self.recycler.lock.take(inform)  # A new run has its directory now.
             if self._incremental is not None:
@@ -375,6 +377,8 @@ class RunWriter(CheckpointWriter):
         self.exempt = exempt
         self.generation, self._token = generation, self._run.opening(generation).token
         self._named = (MAX_STEP, self._named[1])
+        if self.copier is not None:
+            self.copier.note_generation(generation)
         if self._incremental is not None:
             self._incremental.begin(origin)
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Final
 
-from holdfast.errors import DamageError, FencedError, NotFoundError
+from holdfast.errors import DamageError, FencedError, NotFoundError, UsageError
 from holdfast.format.digests import unseal
 from holdfast.format.names import (
     GENERATIONS_DIRECTORY,
@@ -22,6 +23,11 @@ from holdfast.format.names import (
 from holdfast.format.records import MAX_GENERATION_BYTES, Opening
 from holdfast.storage.local.files import sync_to_disk
 from holdfast.storage.protocol import Storage
+
+BASE_SUFFIX: Final = ".base.json"
+
+LEAST_GAP: Final = 1000
+"""By so much at least the number of a generation that is opened without the farthest tier is larger than the last."""
 
 PARTED_PREFIX: Final = "parted-"
 """The beginning of the name of a directory with steps that another machine's job has passed."""
@@ -40,6 +46,8 @@ def set_aside(storage: Storage, parted: int) -> str:
     generations = [one for one in list_generations(storage)[::-1] if one >= parted]
     paths = [path for one in generations for path in (base_path(one), generation_path(one))]
     if (root := storage.location) is None:
+        # Where there are directories, a save that is under way finds its own gone.
+        steps = [storage.retire(step) for step in steps]
         files = [f"{step}/{one.name}" for step in steps for one in storage.list(step)]
         # All manifests first: what has none is not offered.
         storage.delete([path for path in files if path.endswith(f"/{MANIFEST_NAME}")])
@@ -69,24 +77,58 @@ def list_generations(storage: Storage, below: str = "", ends: str = ".json") -> 
     return sorted(filter(None, (parse_generation_file(f"{name.removesuffix(ends)}.json") for name in names)))
 
 
-def pass_on(source: Storage, goal: Storage) -> None:
-    """**Blocks.** Gives a tier the records of generations that are newer than its own; of many to an empty one, the
-    newest.
+def find_parted(near: Storage, beyond: Storage, others: Sequence[int]) -> int | None:
+    """**Blocks.** Returns the first generation of a tier from which on it has gone another way than a farther one, or
+    None; `others` are the generations that were just seen there.
 
-    Those of older steps come with the steps.
+    Two tiers agree on a generation that has begun in both. One without a base has saved nothing: it may be this job's
+    own, of which it has heard no answer. One that has come since `others` was listed may have been passed on from here.
     """
-    there, here = list_generations(goal), list_generations(source)
+    own, own_begun = list_generations(near), list_generations(near, ends=BASE_SUFFIX)
+    begun = [one for one in list_generations(beyond, ends=BASE_SUFFIX) if one in others]
+    agreed = 0
+    for one in sorted(set(own) & set(others), reverse=True):
+        if (one in begun or one not in own_begun) and read_token(near, one) == read_token(beyond, one):
+            agreed = one
+            break
+    newer = [one for one in own if one > agreed]
+    if not newer or max(begun, default=0) <= agreed:
+        return None
+    # One that has begun without the farther tier is known by its number.
+    if not agreed and own[0] < LEAST_GAP and others[0] <= own[-1]:
+        raise UsageError(
+            f"{near.url} and {beyond.url} are different runs: no job has opened both",
+            hint="Give each run places of its own.",
+        )
+    return newer[0]
+
+
+def pass_on(source: Storage, goal: Storage, there: Sequence[int]) -> None:
+    """**Blocks.** Gives a tier the records of generations that are newer than its own; of many to an empty one, the
+    newest. Those of older steps come with the steps.
+
+    If another job opens a generation there meanwhile, none of the new ones gets its base: so it is not in the lineage
+    there, and at the next look either that job has begun, or this goes on. `there` are those that were seen there.
+    """
+    here = list_generations(source)
     newer = [one for one in here if one > there[-1]] if there else here[-1:]
     if newer:
         goal.make_directory(GENERATIONS_DIRECTORY)
     # The base of the newest may have been recorded only now.
-    for generation in (*there[-1:], *newer):
-        for path in (generation_path(generation), base_path(generation)):
-            with suppress(NotFoundError):
-                record = source.read(path, MAX_GENERATION_BYTES)
-                # Looked at first: what is there needs no room.
-                if not _has_record(goal, path, record) and not goal.publish(path, record):
-                    _has_record(goal, path, record)
+    for one in (passed := (*there[-1:], *newer)):
+        _pass_record(source, goal, generation_path(one))
+    if newer and set(list_generations(goal)).difference(there, newer):
+        return
+    for one in passed:
+        _pass_record(source, goal, base_path(one))
+
+
+def _pass_record(source: Storage, goal: Storage, path: str) -> None:
+    with suppress(NotFoundError):
+        record = source.read(path, MAX_GENERATION_BYTES)
+        # Looked at first: what is there needs no room.
+        if not _has_record(goal, path, record) and not goal.publish(path, record):
+            _has_record(goal, path, record)
 
 
 def _has_record(storage: Storage, path: str, record: bytes) -> bool:

@@ -42,7 +42,7 @@ from holdfast.storage.kept_images import KeptImages
 from holdfast.storage.kept_memory import HostMemory, KeptMemory
 from holdfast.storage.open import open_storage
 from holdfast.storage.protocol import Entry, FileReader, FileWriter, Storage, Traits
-from holdfast.storage.tier_records import PARTED_PREFIX, list_generations, pass_on, read_token, set_aside
+from holdfast.storage.tier_records import LEAST_GAP, PARTED_PREFIX, find_parted, list_generations, pass_on, set_aside
 
 _FIRST_REST_SECONDS: Final = 1.0
 _MOST_REST_SECONDS: Final = 30.0
@@ -51,7 +51,6 @@ _MOST_REST_SECONDS: Final = 30.0
 _MEMORY: Final = -1
 """The number of memory among the tiers that data were read from."""
 
-_LEAST_GAP: Final = 1000
 _MOST_GAP: Final = 1_000_000
 
 _T = TypeVar("_T")
@@ -227,11 +226,11 @@ class Tiers:
         return self._down[number].is_full
 
     def takes(self, number: int) -> bool:
-        """Returns True unless a tier could not be reached, or was full, just now."""
-        return self.rests_until(number) <= time.monotonic()
+        """Returns True unless a tier could not be reached, or was full, when it was last tried."""
+        return not self._down[number].until
 
     def rests_until(self, number: int) -> float:
-        """Returns until when a tier is not tried again, by the monotonic clock; 0 if it never failed."""
+        """Returns until when a tier is not tried again, by the monotonic clock; 0 if it is."""
         return self._down[number].until
 
     def hasten(self, number: int) -> float:
@@ -240,6 +239,16 @@ class Tiers:
             down = self._down[number]
             self._down[number] = down._replace(until=min(down.until, time.monotonic() + _FIRST_REST_SECONDS))
             return self._down[number].until
+
+    def _end_rests(self) -> None:
+        """Lets tiers be tried again that have been left alone long enough.
+
+        Only before a look at the run begins: one that took the steps of one tier, and then the records of two, would
+        take old steps for those of the current lineage.
+        """
+        with self._lock:
+            now = time.monotonic()
+            self._down = [one._replace(until=one.until * (one.until > now)) for one in self._down]
 
     def note_down(self, number: int, error: HoldfastError) -> None:
         """Leaves a tier alone for a while, and says so once. One that is full is read from all the same."""
@@ -275,8 +284,11 @@ class Tiers:
                     self._damages[number, one] = self._damages.get((number, one), 0) + 1
         return any((number, path) not in self._damages for number in having[1:])
 
-    def align(self) -> None:
+    def align(self, *, begins: bool = True) -> bool:
         """**Blocks.** Makes the records of generations the same in all tiers that can be reached.
+
+        Unless it `begins`, the nearest tier has records already. One that was moved or unmounted is not made again, and
+        the result is False.
 
         What the farthest has others get. What others have opened while it could not be reached it gets, if no job has
         opened a newer generation there. If one has, what the nearer tier has since then is set aside, in a directory of
@@ -286,9 +298,12 @@ class Tiers:
             FencedError: If that was not known when the run was last looked at.
             StorageError: If a storage fails that is not merely out of reach.
         """
-        far = self._find_farthest()
         with self._aligning:
-            self._align(far)
+            if not (begins or list_generations(self.nearest)):
+                return False
+            self._end_rests()
+            self._align(self._find_farthest())
+            return True
 
     def find_least(self) -> int:
         """**Blocks.** Returns the least number that the next generation may have; 0 for any.
@@ -299,7 +314,7 @@ class Tiers:
         least = max((number + 1 for number in self._list_aside(0)), default=0)
         self._is_alone = not self.takes(len(self.tiers) - 1)
         if self._is_alone:
-            gap = _LEAST_GAP + int.from_bytes(os.urandom(4), "big") % _MOST_GAP
+            gap = LEAST_GAP + int.from_bytes(os.urandom(4), "big") % _MOST_GAP
             least = max([least, *list_generations(self.nearest)[-1:]]) + gap
         return least
 
@@ -312,15 +327,19 @@ class Tiers:
     def _align(self, far: int) -> None:
         for number in range(far):
             known, parted, aside = self._parted[number], None, ""
+            near, beyond = self._storages[number], self._storages[far]
             with self._reaching(far):
-                parted = self._find_parted(number, far)
+                seen = list_generations(beyond)
+                parted = find_parted(near, beyond, seen)
                 if parted is not None:
-                    aside = set_aside(self._storages[number], parted)
+                    aside = set_aside(near, parted)
                     self._parted[number] = None
-            for source, goal in ((number, far), (far, number)):
-                if self.is_up(far) and (goal == 0 or self.takes(goal)):
-                    with self._reaching(far, goal):
-                        pass_on(self._storages[source], self._storages[goal])
+            if self.takes(far):
+                with self._reaching(far):
+                    pass_on(near, beyond, seen)
+            if self.is_up(far) and (number == 0 or self.takes(number)):
+                with self._reaching(far, number):
+                    pass_on(beyond, near, list_generations(near))
             if parted is not None:
                 text = (
                     f"{self.tiers[number].url}: another job has gone on in {self.tiers[far].url}, so generation "
@@ -329,26 +348,6 @@ class Tiers:
                 self._say_once(f"parted {number} {parted}", text)
                 if known is None:
                     raise FencedError(text, hint="Start this job again; it resumes from the newest step of the others.")
-
-    def _find_parted(self, number: int, far: int) -> int | None:
-        """Returns the first generation of a tier from which on it has gone another way than a farther one, or None."""
-        near, beyond = self._storages[number], self._storages[far]
-        own, others = list_generations(near), list_generations(beyond)
-        agreed = 0
-        for generation in sorted(set(own) & set(others), reverse=True):
-            if read_token(near, generation) == read_token(beyond, generation):
-                agreed = generation
-                break
-        newer = [one for one in own if one > agreed]
-        # One without a base has saved nothing. It may be this job's own, of which it has heard no answer.
-        if not newer or not others or max(list_generations(beyond, ends=".base.json"), default=0) <= agreed:
-            return None
-        if not agreed and others[0] <= own[-1]:
-            raise UsageError(
-                f"{near.url} and {beyond.url} are different runs: no job has opened both",
-                hint="Give each run places of its own.",
-            )
-        return newer[0]
 
     def _find_farthest(self) -> int:
         return max(number for number in range(len(self.tiers)) if number == 0 or self.is_up(number))
@@ -412,7 +411,8 @@ class Tiers:
             return self.nearest.publish(path, data)
         decided = False
         for number in reversed(range(len(self.tiers))):
-            if number and not self.takes(number):
+            # A base never comes to a tier before its opening: it would look there as if another job had gone on.
+            if number and (self._is_alone or not self.takes(number)):
                 continue
             with self._reaching(number):
                 made = self._storages[number].publish(path, data)
@@ -443,15 +443,21 @@ class Tiers:
 
         Raises:
             StorageError: If a tier cannot be reached, and the others have nothing there: of the run's root, no
-                committed step. What cannot be reached is not taken for empty.
+                committed step of the newest generation that they know. What cannot be reached is not taken for empty,
+                and what another machine has saved there not for lost.
         """
+        if path == "":
+            self._end_rests()
         far = self._find_farthest()
         failure: StorageError | None = None
         if path == "":
             for number in range(len(self.tiers) - 1):
                 self._aside[number] = frozenset(self._list_aside(number))
                 with self._reaching(far):
-                    self._parted[number] = self._find_parted(number, far) if number < far else None
+                    storages = self._storages[number], self._storages[far]
+                    self._parted[number] = (
+                        find_parted(*storages, list_generations(storages[1])) if number < far else None
+                    )
         found: dict[str, Entry] = {}
         for number in reversed(range(self.first_offering, len(self.tiers))):
             try:
@@ -465,7 +471,7 @@ class Tiers:
                 failure = error
                 continue
             found |= {one.name: one for one in entries if not self._is_hidden(number, join(path, one.name))}
-        if failure is not None and (self.first_offering or not (self._has_step(found) if path == "" else found)):
+        if failure is not None and (self.first_offering or not (self._has_newest(found) if path == "" else found)):
             raise failure
         return sorted(found.values(), key=lambda entry: entry.name)
 
@@ -547,8 +553,14 @@ class Tiers:
                 return True
         return False
 
-    def _has_step(self, found: dict[str, Entry]) -> bool:
-        steps = [name for name in found if parse_step_directory(name.partition("/")[0]) is not None]
-        if any("/" in name for name in steps):
-            return any(name.endswith(f"/{MANIFEST_NAME}") for name in steps)
-        return any(one.name == MANIFEST_NAME for name in reversed(steps) for one in self.nearest.list(name))
+    def _has_newest(self, found: dict[str, Entry]) -> bool:
+        """Returns True if a step is committed here of the newest generation that is known here.
+
+        Else another machine may have opened that one, and saved what only the others have.
+        """
+        newest = max(list_generations(self.nearest), default=0)
+        steps = {name: step for name in found if (step := parse_step_directory(name.partition("/")[0])) is not None}
+        own = [name for name in reversed(steps) if steps[name].generation == newest]
+        if any("/" in name for name in own):
+            return any(name.endswith(f"/{MANIFEST_NAME}") for name in own)
+        return any(one.name == MANIFEST_NAME for name in own for one in self.nearest.list(name))

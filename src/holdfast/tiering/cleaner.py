@@ -31,11 +31,30 @@ class _WithComing:
 
 
 class TierCleaner:
-    """The retention of a farther tier. Not thread-safe."""
+    """The retention of a farther tier. Not thread-safe.
 
-    def __init__(self, source: StoredRun, goal: StoredRun, policy: RetentionPolicy, emit: Sink) -> None:
-        """`goal` is the run in that tier, to which `source` is copied."""
-        self._source, self._goal, self._emit = source, goal, emit
+    Attributes:
+        generation: The newest generation that this job has opened, or the leader of it. It removes nothing before it
+            has one, and once there is a newer one: another job has gone on, perhaps with another policy.
+    """
+
+    def __init__(
+        self,
+        source: StoredRun,
+        goal: StoredRun,
+        policy: RetentionPolicy,
+        find_pending: Callable[[], Collection[StepName]],
+        emit: Sink,
+        *,
+        has_peers: bool,
+    ) -> None:
+        """`goal` is the run in that tier, to which `source` is copied; `find_pending` returns what is to be copied.
+
+        Other workers may copy parts of steps that are not pending here, if it `has_peers`.
+        """
+        self._source, self._goal, self._find_pending, self._emit = source, goal, find_pending, emit
+        self._has_peers = has_peers
+        self.generation = 0
         self._policy = _WithComing(policy)
         self._retention: tuple[int, Retention] | None = None
         # For which there was no room.
@@ -48,7 +67,7 @@ class TierCleaner:
         """
         catalog = self._goal.look()
         newest = catalog.newest
-        if newest is None or newest.generation != catalog.generation:
+        if newest is None or newest.generation != catalog.generation or catalog.generation > self.generation:
             return ()  # What an older generation has left goes once this one has a step there.
         return self._clean(catalog, newest, {newest: "just copied"}, self._find_busy)
 
@@ -63,7 +82,7 @@ class TierCleaner:
             # What is half there, and no worker will complete. What others copy now may be newer.
             return {one for one in self._find_busy() if one in names or one > max(names, default=one)}
 
-        if catalog.newest is None or names == self._lacking:
+        if catalog.newest is None or names == self._lacking or catalog.generation > self.generation:
             return ()
         self._policy.coming, self._lacking = coming, names
         try:
@@ -107,5 +126,6 @@ class TierCleaner:
     def _find_busy(self) -> set[StepName]:
         """Returns the steps that any worker may be copying."""
         catalog = self._goal.look()
-        unfinished = {name for name in catalog.unfinished if name.generation == catalog.generation}
-        return unfinished.union(self._source.look().living).difference(catalog.committed)
+        own = (name for name in catalog.unfinished if name.generation == catalog.generation)
+        unfinished = {name for name in own if self._has_peers or catalog.newest is None or name > catalog.newest}
+        return unfinished.union(self._find_pending()).difference(catalog.committed)

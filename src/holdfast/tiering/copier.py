@@ -77,6 +77,11 @@ class TierCopier:
         self._tiers, self._emit, self.keep = tiers, emit, tiers.tiers[0].policy or keep
         self._hops = [Hop(tiers, number, keep, nearby, emit) for number in range(1, len(tiers.tiers))]
 
+    @property
+    def copy_seconds(self) -> float | None:
+        """See `StepCopier`."""
+        return self._hops[-1].seconds
+
     def align(self) -> None:
         """**Blocks.** Makes all tiers know the same generations; see `Tiers.align`."""
         self._tiers.align()
@@ -90,6 +95,11 @@ class TierCopier:
         for hop in self._hops:
             if hop.fenced is not None:
                 raise hop.fenced
+
+    def note_generation(self, generation: int) -> None:
+        """See `StepCopier`."""
+        for hop in self._hops:
+            hop.cleaner.generation = generation
 
     def note_committed(self) -> None:
         """Called when a step is committed in the nearest tier."""
@@ -124,7 +134,7 @@ class TierCopier:
         """Returns the steps that may not be removed from the nearest tier yet, each with the reason."""
         needed: dict[StepName, str] = {}
         for hop in self._hops:
-            needed |= dict.fromkeys(hop.choose(candidates), f"not in {hop.url} yet")
+            needed |= hop.find_needed(candidates)
         return needed
 
     def keep_manifest(self, name: StepName, text: str) -> Manifest | None:

@@ -55,6 +55,7 @@ class Progress:
         given_up: Those that will never be there, each with the reason.
         again: Those that have got metrics since they came there.
         asked: Those that are waited for. They are copied even if the policy would not keep them.
+        copying: The step that was begun last, until it is there.
         last_try_at: When the last try begins of a copy that has failed, as the training is over; None before that.
     """
 
@@ -64,6 +65,7 @@ class Progress:
         self.there: dict[StepName, Candidate | None] = {}
         self.given_up: dict[StepName, str] = {}
         self.asked: set[StepName] = set()
+        self.copying: StepName | None = None
         self.last_try_at: float | None = None
         self.again: set[StepName] = set()
 
@@ -90,6 +92,15 @@ class Progress:
                 self.given_up[name] = problem
             else:
                 self.there[name] = candidate
+            if self.copying == name:
+                self.copying = None
+            self.changed.notify_all()
+
+    def note_more(self) -> None:
+        """Called when there may be something to copy."""
+        with self.changed:
+            self.is_awake = self.is_behind = True
+            self.last_try_at = None
             self.changed.notify_all()
 
     def check_going(self) -> None:
@@ -106,6 +117,7 @@ class Hop:
         progress: The steps that have come there, or are to come.
         seconds: How long the newest copy took; None before one.
         fenced: The error if another job was found to have gone on in this tier.
+        cleaner: What removes there what is not kept.
     """
 
     def __init__(self, tiers: Tiers, number: int, keep: RetentionPolicy, nearby: Nearby, emit: Sink) -> None:
@@ -123,15 +135,16 @@ class Hop:
         self._thread: threading.Thread | None = None
         # Steps of which this worker has copied its part, or does so.
         self._begun: dict[StepName, _Pace] = {}
-        self._cleaner = TierCleaner(self._source, self._goal, self._policy, emit)
+        has_peers = not nearby.is_common or len(nearby.group) > 1
+        self.cleaner = TierCleaner(
+            self._source, self._goal, self._policy, self._list_pending, emit, has_peers=has_peers
+        )
 
     def wake(self) -> None:
         """Called when there may be something to copy; the first call starts the thread."""
         progress = self.progress
         with progress.changed:
-            progress.is_awake = progress.is_behind = True
-            progress.last_try_at = None
-            progress.changed.notify_all()
+            progress.note_more()
             if self._thread is None and not progress.is_stopped:
                 self._thread = threading.Thread(target=self._serve, name=f"holdfast-tier-{self._number}", daemon=True)
                 self._thread.start()
@@ -144,6 +157,14 @@ class Hop:
     def choose(self, candidates: Sequence[Candidate]) -> list[StepName]:
         """Returns which of the nearer tier's steps are still to be copied from there."""
         return self.progress.choose(candidates, self._tiers.tiers[self._number], self._policy)
+
+    def find_needed(self, candidates: Sequence[Candidate]) -> dict[StepName, str]:
+        """Returns the steps that the nearer tier must keep for this one, each with the reason."""
+        needed = dict.fromkeys(self.choose(candidates), f"not in {self.url} yet")
+        if (copying := self.progress.copying) is not None:
+            # Even if its policy prefers a newer one by now: where saves are quicker than copies, none would ever end.
+            needed |= {copying: f"being copied to {self.url}"}
+        return needed
 
     def wait(self, name: StepName, timeout_seconds: float) -> None:
         """**Blocks.** Waits until a step is committed in this tier.
@@ -243,7 +264,9 @@ class Hop:
     def _copy_all(self) -> bool:
         """**Blocks.** Copies what is to be copied; returns True if other workers have to add to it."""
         progress = self.progress
-        self._tiers.align()
+        if not self._tiers.align(begins=not self.cleaner.generation):
+            progress.is_behind = False  # There is nothing to copy from; the next save says so.
+            return False
         if not self._tiers.takes(self._number):
             if self._tiers.is_full(self._number):
                 raise StorageFullError(f"{self.url} is full")
@@ -306,6 +329,7 @@ class Hop:
     def _copy(self, name: StepName) -> None:
         """**Blocks.** Copies what this worker has of a step."""
         pace = _Pace(self._tiers.tiers[self._number].most_bytes_per_second, self.progress.check_going)
+        self.progress.copying = name
         try:
             with self._noting_removal(name):
                 size_bytes = self._open_copier(name).copy(name, progress=pace.advance)
@@ -333,13 +357,13 @@ class Hop:
             )
         )
         if self._nearby.rank == 0:
-            self._give_up(self._cleaner.clean())
+            self._give_up(self.cleaner.clean())
 
     def _make_room(self) -> bool:
         """**Blocks.** Called if the tier is full: True if its policy gives up something there for what is to come."""
         self._look_once()
         coming = self._source.history.candidates(self._list_pending())
-        return self._give_up(self._cleaner.make_room(coming))
+        return self._give_up(self.cleaner.make_room(coming))
 
     def _give_up(self, names: Collection[StepName]) -> bool:
         for name in names:
