@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import select
 import signal
 import time
@@ -81,6 +82,30 @@ class ForkedJob:
             if silent & self.codes.keys() or time.monotonic() >= end_at:
                 raise WrongStateError(f"not all have come to {word!r}: {self.codes}, {self.tails()}")
             self.look(0.02)
+
+    def check_told(self, *words: str) -> None:
+        """Raises `WrongStateError` if one has told something that begins with one of these words."""
+        if wrong := [told for lines in self.told for told in lines if told[0] in words]:
+            raise WrongStateError(f"a worker failed: {wrong}")
+
+    def kill_in_training(self, dice: random.Random, span_seconds: float) -> None:
+        """**Blocks.** Kills one of them, or all, within that time from their restore; and then those that are left.
+
+        Raises:
+            WrongStateError: If one has failed before, or does not end.
+        """
+        self.wait_told("restored")
+        self.look(dice.random() * span_seconds)
+        self.check_told("failed", "wrong")
+        ranks = set(range(self.world_size))
+        victims = ranks if dice.random() < 0.5 else {dice.randrange(self.world_size)}
+        for rank in victims - self.codes.keys():
+            self.send(rank, signal.SIGKILL)
+        self.look(dice.random() * 0.1)
+        for rank in ranks - self.codes.keys():
+            self.send(rank, signal.SIGKILL)
+        self.wait(ranks, PATIENCE_SECONDS, "killed")
+        self.check_told("wrong")
 
     def numbers(self, word: str) -> list[int]:
         """The numbers of all lines that begin with that word."""

@@ -173,17 +173,7 @@ def play_round(machines: Machines, join: Join, dice: random.Random, span: float,
     seed = dice.randrange(1 << 30)
     job = ForkedJob(world_size, lambda rank, tell: train_until_killed(machines, join, world_size, seed, rank, tell))
     try:
-        job.wait_told("restored")
-        job.look(dice.random() * span)
-        _check_told(job, "failed", "wrong")
-        victims = set(range(world_size)) if dice.random() < 0.5 else {dice.randrange(world_size)}
-        for rank in victims - job.codes.keys():
-            job.send(rank, signal.SIGKILL)
-        job.look(dice.random() * 0.1)
-        for rank in set(range(world_size)) - job.codes.keys():
-            job.send(rank, signal.SIGKILL)
-        job.wait(set(range(world_size)), PATIENCE_SECONDS, "killed")
-        _check_told(job, "wrong")
+        job.kill_in_training(dice, span)
     finally:
         job.close()
     promised = max([0, *job.numbers("promise")])
@@ -228,11 +218,6 @@ def _is_there(entry: Path, place: bytes) -> bool:
         return entry.name.isdigit() and place in (entry / "cmdline").read_bytes()
     except OSError:
         return False
-
-
-def _check_told(job: ForkedJob, *words: str) -> None:
-    if wrong := [told for lines in job.told for told in lines if told[0] in words]:
-        raise WrongStateError(f"a worker failed: {wrong}")
 
 
 def _check_next_job(machines: Machines, join: Join, world_size: int, expected: int) -> None:

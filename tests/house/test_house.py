@@ -142,7 +142,7 @@ BUDGETS = {
     # What runs beside a trainer: supervisor, spare and clients, the page that it writes for them, and the watchdog.
     "supervise": 2800,
     # The protocol, memory, and local directories that survive a crash.
-    "storage": 4447,
+    "storage": 4449,
     # The copies of each step in farther tiers, and the start of workers whose first tiers differ.
     "tiering": 1250,
     # Contracts for storages and clusters of others.

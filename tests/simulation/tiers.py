@@ -289,7 +289,9 @@ class TiersWorld(World):
             if any(one >= parted for one in machine.judge.tokens):
                 found = find_parted(machine.judge, self.judge)
                 if found is None or found > parted:
-                    self.judge.wrong(f"generation {parted} of {machine.name} is set aside, and nobody has gone on")
+                    self.judge.wrong(
+                        f"generation {parted} of {machine.name} is set aside, and no other job has gone on"
+                    )
             machine.judge.part(parted)
             return real(storage, parted)
 

@@ -151,8 +151,10 @@ class KeptMemory:
 
         It is not the newest whole one. Raises `OSError` if there is no process any more that keeps it.
         """
-        if self._connection is not None and select.select([self._connection], [], [], 0)[0]:
-            # It sends nothing by itself.
+        poll = select.poll()  # Unlike `select`, in a process with thousands of open files, too.
+        if self._connection is not None:
+            poll.register(self._connection, select.POLLIN)
+        if poll.poll(0):  # It sends nothing by itself.
             raise ConnectionError("the process that keeps them has ended")
         self._taken = 1 - self._newest if self._newest >= 0 else 0
         image = self._own[self._taken]
