@@ -96,9 +96,10 @@ class TierCopier:
             if hop.fenced is not None:
                 raise hop.fenced
 
-    def note_generation(self, generation: int) -> None:
+    def note_generation(self, generation: int, token: str) -> None:
         """See `StepCopier`."""
         for hop in self._hops:
+            hop.owner = generation, token
             hop.cleaner.generation = generation
 
     def note_committed(self) -> None:
