@@ -142,9 +142,9 @@ BUDGETS = {
     # What runs beside a trainer: supervisor, spare and clients, the page that it writes for them, and the watchdog.
     "supervise": 2800,
     # The protocol, memory, and local directories that survive a crash.
-    "storage": 4451,
+    "storage": 4476,
     # The copies of each step in farther tiers, and the start of workers whose first tiers differ.
-    "tiering": 1256,
+    "tiering": 1275,
     # Contracts for storages and clusters of others.
     "testing": 1169,
     # The run, its loop, the handler, the state of workers.

@@ -353,7 +353,7 @@ class TiersWorld(World):
 
     def acknowledge(self, process: Process, name: StepName) -> None:
         self._find_machine(process).judge.acknowledge(process, name)
-        self._copiers[process].note_committed()
+        self._copiers[process].note_committed(name)
 
     def restore(self, process: Process, storage: Storage, arrays: dict[str, Any]) -> Restoration | None:
         near = self._find_machine(process).judge

@@ -44,7 +44,7 @@ class StepCopier(Protocol):
     def forget_image(self, name: StepName) -> None:
         """Called when the image of a save, if it was kept, is not to be restored."""
 
-    def note_committed(self) -> None:
+    def note_committed(self, name: StepName) -> None:
         """Called when a step is committed in the nearest tier."""
 
     def note_metrics(self, name: StepName) -> None:

@@ -102,9 +102,11 @@ class TierCopier:
             hop.owner = generation, token
             hop.cleaner.generation = generation
 
-    def note_committed(self) -> None:
+    def note_committed(self, name: StepName) -> None:
         """Called when a step is committed in the nearest tier."""
         self._is_left, self._is_written = False, True
+        if self._memory is not None:
+            self._memory.images.note_written(name)
         for hop in self._hops:
             hop.wake()
 
