@@ -49,7 +49,7 @@ def test_the_same_failure_at_the_same_step_three_times_is_a_loop() -> None:
     assert decide([end(), end(KILLED), end()], Options(), is_asked=False).restarts
 
 
-def test_a_rollback_is_no_failure_and_begins_the_count_of_starts_anew() -> None:
+def test_a_rollback_is_not_a_failure_and_starts_the_count_again() -> None:
     rollback = end(step=11)._replace(failure=LastError("RolledBackError at x.py:1", "text", is_rollback=True))
     assert decide([rollback] * 20, Options(), is_asked=False) == (True, 0.0, "")
     # Such as a crash on the way to where the rollback began: it has come further than the step gone back to.
