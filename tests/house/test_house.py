@@ -134,7 +134,7 @@ BUDGETS = {
     # A page about a run: what it shows, its charts, its HTML.
     "report": 595,
     # Candidates, one plan of pieces, resharding, verification, copies in another place.
-    "restore": 3020,
+    "restore": 3043,
     # Request, attempt, image, files, and the conversation of several workers.
     "save": 6430,
     # A tree of objects taken apart, captured, and matched.
@@ -142,9 +142,9 @@ BUDGETS = {
     # What runs beside a trainer: supervisor, spare and clients, the page that it writes for them, and the watchdog.
     "supervise": 2812,
     # The protocol, memory, and local directories that survive a crash.
-    "storage": 4449,
+    "storage": 4476,
     # The copies of each step in farther tiers, and the start of workers whose first tiers differ.
-    "tiering": 1250,
+    "tiering": 1275,
     # Contracts for storages and clusters of others.
     "testing": 1169,
     # The run, its loop, the handler, the state of workers.

@@ -332,7 +332,7 @@ class Engine:
         if PULSE.board is not None:
             PULSE.board.note_committed(name.step)
         if self.tidier.copier is not None:
-            self.tidier.copier.note_committed()
+            self.tidier.copier.note_committed(name)
         request.is_committed = True
         request.settled.open()
         self._emit(
