@@ -121,6 +121,7 @@ crash: .venv/ready
 	HOLDFAST_LONG=1 $(BIN)/pytest $$(grep -rlE 'mark\.long|HOLDFAST_LONG|hypothesis|repeated' tests \
 		--include='test_*.py' --exclude-dir=frameworks --exclude-dir=site)
 	$(CRASH).memory --rounds 500
+	$(CRASH).memory --flips 10000
 	$(CRASH).leaving --faults 50
 
 # Simulated jobs, readers and clean-up on a bucket or a disk, in orders that follow from seeds: 100,000 of them take about half

@@ -8,6 +8,9 @@ well, as if the machine were lost. Then it must be that
 * another job, of as many workers or of another number, restores the state of one step, exactly, on all workers,
 * that step is the newest that is committed, or that is whole in the memory of all machines together,
 * that job saves, and everything that is committed is whole.
+
+With `--flips` a process dies with a save that is in memory only, and one that is on the disk too. Again and again one
+bit is flipped, in an image or its record. A start must refuse what has it, and go on from the disk, exactly.
 """
 
 from __future__ import annotations
@@ -18,8 +21,10 @@ import random
 import signal
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
+from typing import Any, Final
 
 import msgspec
 
@@ -29,8 +34,11 @@ from crash.forked import ForkedJob
 from crash.joint import Join, open_file_store
 from crash.toy_worker import PATIENCE_SECONDS, ToyWorker
 from holdfast.catalog import StoredRun
+from holdfast.checkpoint import Checkpoint
 from holdfast.errors import HoldfastError
-from holdfast.storage import open_storage
+from holdfast.manager import CheckpointManager
+from holdfast.storage import LocalStorage, open_storage
+from holdfast.storage.kept_images import KeptImage
 from holdfast.storage.kept_memory import HostMemory, KeptMemory
 from holdfast.storage.tiers import Tiers
 
@@ -251,10 +259,127 @@ def run(directory: Path, rounds: int, seed: int, span: float = 1.0) -> Tally:
     return tally
 
 
+WRITTEN: Final = 2
+"""The step that is on the disk and in memory; the next one is in memory only."""
+
+
+def make_state(step: int) -> dict[str, Any]:
+    """Returns the state of a step, of which each value is another in each step."""
+    import numpy as np
+
+    return {"w": np.arange(3000.0) * step, "ints": np.full(50, step), "text": f"step {step}"}
+
+
+class _Dying(LocalStorage):
+    def create(self, path: str, size_bytes: int) -> Any:
+        if path.startswith(f"step-{WRITTEN + 1:09d}."):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().create(path, size_bytes)
+
+
+def leave_images(machines: Machines) -> dict[int, KeptImage]:
+    """Lets a process die once it has copied a step, and returns the images of it and the one before, by step."""
+    pid = os.fork()
+    if pid == 0:
+        machines.enter(0)
+        state = make_state(1)
+        with CheckpointManager(
+            Tiers(HostMemory(keep_seconds=600), _Dying(machines.run)), Checkpoint(state=state)
+        ) as manager:
+            for step in range(1, WRITTEN + 2):
+                state.update(make_state(step))
+                manager.save(step).wait_committed()
+    os.waitpid(pid, 0)
+    memory = KeptMemory(HostMemory(keep_seconds=600), open_storage(machines.run).url)
+    memory.open(0, "a look")
+    images = [KeptImage(*map(os.dup, image)) for image in memory._own.values()]
+    memory.close(is_done=False)
+    return {record.step: image for image in images if (record := image.read()) is not None}
+
+
+def start_again(machines: Machines) -> tuple[int, tuple[str, ...]]:
+    """Does what a start does; returns the step that it goes on from, and where that was read.
+
+    Raises:
+        WrongStateError: If it is not that step's state.
+    """
+    state: dict[str, Any] = make_state(0)
+    with CheckpointManager(machines.enter(0), Checkpoint(state=state)) as manager:
+        restored = manager.restore()
+        if restored is None:
+            raise WrongStateError("nothing was restored")
+        for name, value in make_state(restored.step).items():
+            if not (state[name] == value if isinstance(value, str) else state[name].tobytes() == value.tobytes()):
+                raise WrongStateError(f"{name} is not that of step {restored.step}")
+        return restored.step, restored.tiers
+
+
+@contextmanager
+def flipped(descriptor: int, dice: random.Random, begin: int, end: int) -> Iterator[str]:
+    """Flips a bit of some bytes for the block; yields which."""
+    place, bit = dice.randrange(begin, end), 1 << dice.randrange(8)
+    before = os.pread(descriptor, 1, place)
+    os.pwrite(descriptor, bytes([before[0] ^ bit]), place)
+    try:
+        yield f"bit {bit:#04x} of byte {place}"
+    finally:
+        os.pwrite(descriptor, before, place)
+
+
+def flip_bits(directory: Path, flips: int, seed: int) -> int:
+    """Flips so many bits, one at a time; returns how many of them were in records.
+
+    Raises:
+        WrongStateError: At the first that is not refused.
+    """
+    dice, machines = random.Random(seed), Machines(directory, 1)
+    machines.enter(0)
+    images = leave_images(machines)
+    records = {step: os.pread(image.record, os.fstat(image.record).st_size, 0) for step, image in images.items()}
+    in_records = 0
+    with redirect_stderr(Path(os.devnull).open("w")):
+        for number in range(flips + 1):
+            step = WRITTEN + dice.randrange(2) if number else WRITTEN + 1
+            for one, record in records.items():
+                os.ftruncate(images[one].record, 0)
+                if one <= step:
+                    os.pwrite(images[one].record, record, 0)
+            found = images[step].read()
+            assert found is not None
+            if not number:  # Without a flip it comes back, from memory.
+                if start_again(machines) != (step, ("memory",)):
+                    raise WrongStateError("memory is not restored from")
+                StoredRun(open_storage(machines.run)).step(found.name).discard()
+                continue
+            is_record = dice.random() < 0.3
+            in_records += is_record
+            image, begin, end = images[step].data, 0, found.data_bytes
+            if is_record:
+                image, end = images[step].record, len(records[step])
+            elif step == WRITTEN:
+                # A restore does not need the header, whose length is in the first bytes. A copy does.
+                begin = 8 + int.from_bytes(os.pread(image, 8, 0), "little")
+            with flipped(image, dice, begin, end) as what:
+                restored, tiers = start_again(machines)
+            if restored != WRITTEN or (step == WRITTEN and machines.run.as_posix() not in tiers):
+                text = f"{what} of the {'record' if is_record else 'image'} of step {step} is not noticed"
+                raise WrongStateError(f"{text}: step {restored} was restored from {tiers}")
+            if (machines.run / found.name.directory).exists() != (step == WRITTEN):
+                raise WrongStateError(f"{what}: something is left of step {step}")
+            show_progress(number, flips, "flips")
+    return in_records
+
+
 def main() -> None:
     """The command."""
 
     def play(directory: Path, options: argparse.Namespace) -> str:
+        if options.flips:
+            try:
+                in_records = flip_bits(directory, options.flips, options.seed)
+            finally:
+                _lose(Machines(directory, 1), 0)
+            return f"{options.flips} flipped bits in SECONDS, {in_records} of them in records: all were refused."
         tally = run(directory, options.rounds, options.seed, options.span)
         return (
             f"{tally.rounds} rounds in SECONDS: what was committed or whole in memory came back. {tally.promised} "
@@ -267,6 +392,7 @@ def main() -> None:
         __doc__,
         {
             "--rounds": {"type": int, "default": 100},
+            "--flips": {"type": int, "default": 0, "help": "instead, flip so many bits in what a process has left"},
             "--span": {"type": float, "default": 1.0, "help": "seconds within which a worker is killed"},
         },
         play,

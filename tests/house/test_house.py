@@ -136,15 +136,15 @@ BUDGETS = {
     # Candidates, one plan of pieces, resharding, verification, copies in another place.
     "restore": 3043,
     # Request, attempt, image, files, and the conversation of several workers.
-    "save": 6430,
+    "save": 6431,
     # A tree of objects taken apart, captured, and matched.
     "state": 7450,
     # What runs beside a trainer: supervisor, spare and clients, the page that it writes for them, and the watchdog.
-    "supervise": 2812,
+    "supervise": 2822,
     # The protocol, memory, and local directories that survive a crash.
-    "storage": 4505,
+    "storage": 4530,
     # The copies of each step in farther tiers, and the start of workers whose first tiers differ.
-    "tiering": 1275,
+    "tiering": 1292,
     # Contracts for storages and clusters of others.
     "testing": 1169,
     # The run, its loop, the handler, the state of workers.

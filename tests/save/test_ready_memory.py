@@ -121,7 +121,7 @@ def test_a_wrong_estimate_changes_neither_values_nor_memory(later_size: int) -> 
 def test_memory_of_a_large_estimate_is_given_back_and_the_rest_kept() -> None:
     buffer = HostBuffer()
     buffer.reserve(64 << 20)
-    readying = Readying(buffer)
+    readying = Readying(buffer.touch())
     readying.begin()
     await_readiness()
     readying.end()
@@ -137,7 +137,7 @@ def test_nothing_is_touched_after_the_end() -> None:
     for _ in range(50):
         buffer = HostBuffer()
         buffer.reserve(64 << 20)
-        readying = Readying(buffer)
+        readying = Readying(buffer.touch())
         readying.begin()
         readying.end()
         image = buffer.take(64 << 20)

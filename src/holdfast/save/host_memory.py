@@ -148,9 +148,10 @@ class Readying:
         has_ended: True once `end` has returned.
     """
 
-    def __init__(self, buffer: HostBuffer, rest_share: float = 0.0) -> None:
-        """Begins nothing yet; the thread rests `rest_share` times as long as it works."""
-        self._pages = buffer.touch()
+    def __init__(self, pages: Iterator[Callable[[], object]], rest_share: float = 0.0) -> None:
+        """Begins nothing yet; `pages` are the jobs of `HostBuffer.touch`, and the thread rests `rest_share` times as
+        long as it works."""
+        self._pages = pages
         self._rest_share = rest_share
         self._over, self._touched = Latch(), Latch()
         self._touched.open()

@@ -115,7 +115,7 @@ class Preparation:
 
     def _begin_readying(self, size_bytes: int, *, is_estimate: bool, rest_share: float = 0.0) -> None:
         buffer = self._stager.buffer
-        self._readying = readying = Readying(buffer, rest_share)
+        self._readying = readying = Readying(buffer.touch(), rest_share)
         # A save that begins in between, in the handler of a signal, ends that, or is seen here.
         if not self.has_begun:
             if is_estimate:

@@ -10,13 +10,15 @@ import socket
 import subprocess
 import sys
 import weakref
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Final
 
 from holdfast.format.names import StepName
 from holdfast.numbers import check_whole
+from holdfast.process.terminal import inform
 from holdfast.storage.checks import taking_options_by_name
 from holdfast.storage.kept_images import ImageRecord, KeptImage, KeptImages
 from holdfast.supervise.client import find_own_place
@@ -24,6 +26,7 @@ from holdfast.supervise.keeper import PATIENCE_SECONDS
 from holdfast.supervise.launch import KEEPER, make_command, receive, tell
 
 _TALK_SECONDS: Final = 10.0
+_SILENT_SECONDS: Final = 1.0
 _TRIES: Final = 3
 _SHARE: Final = 0.9
 """Of the free memory the images take at most so much: other programs, and the page cache, need some."""
@@ -91,8 +94,14 @@ class KeptMemory:
             except OSError as error:
                 self.problem = str(error)
                 return
-            if tell(connection, {"start": start, "rank": rank}) and (received := receive(connection)) is not None:
-                break
+            if tell(connection, {"start": start, "rank": rank}):
+                if not rank and not _is_ready(connection, _SILENT_SECONDS):
+                    inform(
+                        "a process of an earlier start has this run's memory: waiting up to "
+                        f"{PATIENCE_SECONDS:.0f} s until it has ended"
+                    )
+                if (received := receive(connection)) is not None:
+                    break
             # It had nothing to do any more, and ended just now.
             connection.close()
         else:
@@ -153,10 +162,7 @@ class KeptMemory:
 
         It is not the newest whole one. Raises `OSError` if there is no process any more that keeps it.
         """
-        poll = select.poll()  # Unlike `select`, in a process with thousands of open files, too.
-        if self._connection is not None:
-            poll.register(self._connection, select.POLLIN)
-        if poll.poll(0):  # It sends nothing by itself.
+        if self._connection is not None and _is_ready(self._connection, 0.0):  # It sends nothing by itself.
             raise ConnectionError("the process that keeps them has ended")
         self._taken = 1 - self._newest if self._newest >= 0 else 0
         image = self._own[self._taken]
@@ -210,8 +216,7 @@ class KeptMemory:
             raise OSError("there is no directory of this user alone for a socket; set XDG_RUNTIME_DIR")
         name = f"memory-{hashlib.sha256(self._url.encode()).hexdigest()[:24]}"
         path = place / name
-        with Path(f"{path}.lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        with _locked(Path(f"{path}.lock")):
             with suppress(OSError):
                 return _try_connect(path)
             self._start(path)
@@ -234,12 +239,32 @@ class KeptMemory:
             )
 
 
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """**Blocks** until no other process has the lock. Its file may be removed by the one that holds it."""
+    while True:
+        with path.open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            is_there = False
+            with suppress(FileNotFoundError):
+                is_there = os.path.samestat(os.fstat(lock.fileno()), path.stat())
+            if is_there:
+                yield
+                return
+
+
 def _leave(connection: socket.socket, descriptors: list[int], *, is_done: bool = False) -> None:
     if tell(connection, {"leave": is_done}):
         receive(connection)
     connection.close()
     while descriptors:
         os.close(descriptors.pop())
+
+
+def _is_ready(connection: socket.socket, timeout_seconds: float) -> bool:
+    poll = select.poll()  # Unlike `select`, in a process with thousands of open files, too.
+    poll.register(connection, select.POLLIN)
+    return bool(poll.poll(timeout_seconds * 1000))
 
 
 def _try_connect(path: Path) -> socket.socket:

@@ -8,6 +8,7 @@ and the memory goes.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import select
 import signal
@@ -100,9 +101,18 @@ class Keeper:
                 self._accept()
             self._answer()
             self._go_on()
-        with suppress(OSError):
-            if Path(self._path).stat().st_ino == self._inode:
-                Path(self._path).unlink()
+        self._leave_nothing()
+
+    def _leave_nothing(self) -> None:
+        """Removes the socket, and the file that those lock who connect. One who holds it has made a new socket, or is
+        about to: what keeps the memory then removes both."""
+        lock = Path(f"{self._path}.lock")
+        with suppress(OSError), lock.open("r") as held:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(held.fileno()), lock.stat()):
+                if Path(self._path).stat().st_ino == self._inode:
+                    Path(self._path).unlink()
+                lock.unlink()
 
     def _is_over(self) -> bool:
         if self._clients or self._writing is not None:
