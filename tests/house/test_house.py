@@ -140,7 +140,7 @@ BUDGETS = {
     # A tree of objects taken apart, captured, and matched.
     "state": 7450,
     # What runs beside a trainer: supervisor, spare and clients, the page that it writes for them, and the watchdog.
-    "supervise": 2812,
+    "supervise": 2833,
     # The protocol, memory, and local directories that survive a crash.
     "storage": 4476,
     # The copies of each step in farther tiers, and the start of workers whose first tiers differ.
