@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from benchmarks.goodput.__main__ import WAYS, compare, read_notes, render, render_shares
 
 from holdfast.catalog.ledger import sum_up
@@ -26,7 +28,7 @@ def test_a_turn_is_compared_with_what_the_run_has_recorded() -> None:
         "0.0 begun 9", "1.0 step 0", "2.0 step 1", "3.0 step 2", "4.0 step 3",
         "5.0 begun 9", "6.0 step 2", "7.0 step 3", "8.0 step 4",
     ]  # fmt: skip
-    kept = {
+    kept: dict[str, Any] = {
         "setup_seconds": 0.5,
         "restore_seconds": 0.0,
         "data_seconds": 0.0,

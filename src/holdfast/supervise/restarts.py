@@ -61,8 +61,8 @@ class End(NamedTuple):
     @property
     def is_cut_off(self) -> bool:
         """True if it ended because it could not print, as after `| head`: then no other start could, either."""
-        is_told = self.failure.place.startswith(f"{BrokenPipeError.__name__} ")
-        return not self.has_reader and (is_told or self.code in _UNREAD)
+        is_raised = self.failure.place.startswith(f"{BrokenPipeError.__name__} ")
+        return not self.has_reader and (is_raised or self.code in _UNREAD)
 
     @property
     def reason(self) -> str:
