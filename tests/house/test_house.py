@@ -100,7 +100,7 @@ BUDGETS = {
     # A table of rules and four moments.
     "advice": 1507,
     # A stored run: listing, history, fence, commit, survey, deletion, removal.
-    "catalog": 3230,
+    "catalog": 3238,
     # Ten verbs, each with one report for a page, a pipe and JSON.
     "cli": 4926,
     # Joining, the store, failures of workers, a barrier.
@@ -136,7 +136,7 @@ BUDGETS = {
     # Candidates, one plan of pieces, resharding, verification, copies in another place.
     "restore": 3020,
     # Request, attempt, image, files, and the conversation of several workers.
-    "save": 6403,
+    "save": 6408,
     # A tree of objects taken apart, captured, and matched.
     "state": 7450,
     # What runs beside a trainer: supervisor, spare and clients, the page that it writes for them, and the watchdog.
