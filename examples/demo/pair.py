@@ -22,7 +22,7 @@ from demo.process import DemoError, make_environment
 from demo.reports import PAIR_REPORTS, Evidence, PairEnded, PairHeard, PairLeft, PairReport, PairStep
 from demo.show import make_comparison_table
 from demo.verdict import Comparison, compare_evidence
-from holdfast.events.kinds import time_text
+from holdfast.numbers import time_text
 
 WORKERS: Final = 2
 _SILENCE_SECONDS: Final = 120.0

@@ -1,4 +1,4 @@
-"""Checks of numeric arguments, and times as text. Pure.
+"""Checks of numeric arguments, and times and sizes as text. Pure.
 
 A value of a wrong type is a `UsageError`, and a number outside of the valid range an `OutOfRangeError`.
 """
@@ -125,3 +125,21 @@ def check_share(name: str, value: Any, *, hint: str = "") -> float:
     if not 0 < value < 1:
         raise OutOfRangeError(f"{name} must be a number between 0 and 1, got {value!r}", hint=hint)
     return value
+
+
+def time_text(seconds: float) -> str:
+    """**Pure.** Returns a time in words."""
+    if seconds < 0.9995:
+        return f"{seconds * 1e3:.3g} ms"
+    if seconds < 120:
+        return f"{seconds:.3g} s"
+    minutes, whole_seconds = divmod(round(seconds), 60)
+    return f"{minutes // 60} h {minutes % 60} min" if minutes >= 60 else f"{minutes} min {whole_seconds} s"
+
+
+def size_text(size_bytes: float) -> str:
+    """**Pure.** Returns a size in words."""
+    for unit, unit_bytes in (("PB", 1e15), ("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if size_bytes >= 0.9995 * unit_bytes:  # From there on three digits would round up to it.
+            return f"{size_bytes / unit_bytes:.{0 if size_bytes >= 99.95 * unit_bytes else 1}f} {unit}"
+    return f"{size_bytes:.0f} B"

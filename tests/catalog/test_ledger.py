@@ -7,14 +7,21 @@ import signal
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
+import preloaded
 from holdfast.catalog import StoredRun
 from holdfast.catalog.ledger import sum_up
-from holdfast.events import Clocked, Committed
+from holdfast.events import Clocked, Committed, PartsWritten
+from holdfast.report.facts import read_facts
+from holdfast.report.page import render_page
 from holdfast.storage import LocalStorage
+from holdfast.testing.processes import Workers, python
+from jobs import HOST, environment, find_port
+from patience import PATIENCE_SECONDS
 
 
 def clocked(begun: float, at: float, first: int, step: int, *, repeated: int = 0, is_last: bool = False) -> Clocked:
@@ -70,6 +77,66 @@ def test_times_sum_to_those_from_the_first_start_to_the_last_record() -> None:
     assert times.save_seconds == 0.5
     assert times.interval_seconds == 10.0
     assert times.return_seconds == 14.0
+
+
+def parts(**slowest_first: float) -> PartsWritten:
+    seconds = tuple(slowest_first.values())
+    ranks = tuple(int(name[1:]) for name in slowest_first)
+    return PartsWritten(
+        step=1,
+        generation=1,
+        ranks=ranks,
+        blocked_seconds=(0.5,) * len(ranks),
+        background_seconds=seconds,
+        size_bytes=(100,) * len(ranks),
+    )
+
+
+def test_the_slowest_of_several_workers_is_named() -> None:
+    times = sum_up([parts(r2=9.0, r0=2.0, r1=1.0), parts(r2=7.0, r1=3.0, r0=2.0), parts(r1=8.0, r2=5.0, r0=2.0)])
+    assert [(one.rank, one.saves, one.last) for one in times.workers] == [(0, 3, 0), (1, 3, 1), (2, 3, 2)]
+    assert [one.background_seconds for one in times.workers] == [2.0, 3.0, 7.0]
+    assert [one.slowest_seconds for one in times.workers] == [2.0, 8.0, 9.0]
+    assert times.describe_slowest() == (
+        "Rank 2 is the slowest: its part of a save is durable after 7 s, that of another worker after 2.5 s. It was "
+        "the last in 2 of 3 saves."
+    )
+    assert sum_up([parts(r0=1.0)]).describe_slowest() == ""
+
+
+TWO_WORKERS = """
+import sys, numpy as np, holdfast
+with holdfast.resumable(sys.argv[1], w=np.zeros(9), own=holdfast.PerWorker({"x": np.zeros(9)}), save_every=5) as run:
+    for step in run.steps(20):
+        pass
+"""
+
+
+@pytest.mark.skipif(find_spec("torch") is None, reason="needs torch")
+def test_the_times_and_sizes_of_each_worker_are_in_stats_and_report(tmp_path: Path) -> None:
+    with Workers(tmp_path) as workers:
+        port = find_port()
+        for rank in range(2):
+            command = python("-c", TWO_WORKERS, str(tmp_path / "run"))
+            workers.start(command, environment(rank, 2, port, agent=True), preloaded.TrainingPopen)
+        workers.start(python("-c", HOST, str(port)), popen=preloaded.TrainingPopen)
+        assert workers.wait(PATIENCE_SECONDS, [0, 1]) == [0, 0], workers.report(0) + workers.report(1)
+    run = StoredRun(LocalStorage(tmp_path / "run"))
+    saves = [event for event in run.read_journal() if isinstance(event, PartsWritten)]
+    assert [save.step for save in saves] == [5, 10, 15, 20]
+    manifest = run.step(max(run.look().living)).manifest()
+    sizes = [worker.data_bytes + worker.index_bytes for worker in manifest.workers]
+    for save in saves:
+        assert sorted(save.ranks) == [0, 1]
+        assert list(save.background_seconds) == sorted(save.background_seconds, reverse=True)
+        assert min(save.background_seconds) > 0
+        assert min(save.blocked_seconds) > 0
+    assert dict(zip(saves[-1].ranks, saves[-1].size_bytes, strict=True)) == dict(enumerate(sizes))
+    words = [sys.executable, "-m", "holdfast", "stats", str(tmp_path / "run"), "--json"]
+    shown = json.loads(subprocess.run(words, capture_output=True, text=True, check=True).stdout)["workers"]
+    assert [(one["rank"], one["saves"]) for one in shown] == [(0, 4), (1, 4)]
+    assert sum(one["last"] for one in shown) == 4
+    assert "rank 1 is durable after " in render_page(read_facts(run.storage, "run"))
 
 
 def test_steps_that_were_recorded_and_lost_do_not_count_twice() -> None:

@@ -13,11 +13,11 @@ from command_line import call, call_json
 from holdfast.cli.exit_codes import ExitCode
 from holdfast.cli.screen import age_text, iso_text, legible
 from holdfast.cli.verbs.show import grow_tree, list_tree
-from holdfast.events.kinds import size_text
 from holdfast.format.digests import digest, seal
 from holdfast.format.index import Index, LeafRecord, plan_layout
 from holdfast.format.names import data_name, index_name
 from holdfast.format.records import Manifest, WorkerRecord
+from holdfast.numbers import size_text
 from places import DATA
 
 

@@ -6,8 +6,10 @@ import json
 import os
 import re
 import signal
+import subprocess
+import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from importlib.util import find_spec
 from itertools import chain
@@ -16,7 +18,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import pytest
-from lives import Life, check_same, compiled, interrupt, live, live_together  # noqa: F401
+from lives import PROGRAMS, Life, check_same, compiled, interrupt, live, live_together  # noqa: F401
 
 import holdfast as hf
 import preloaded
@@ -362,7 +364,8 @@ def test_wrong_option_is_refused_at_creation(tmp_path: Path, name: str, options:
 
 BAD_PROGRAM, BAD_STEPS = "gone_bad_fit.py", 18
 """Its steps, without a bad one."""
-GOING_BAD = [pick(name) for name in INTEGRATIONS if name != "keras-tensorflow"]
+BACKENDS = [name for name in INTEGRATIONS if name != "keras-tensorflow"]
+GOING_BAD = [pick(name) for name in BACKENDS]
 
 
 def train_until_bad(name: str, directory: Path, on_nonfinite: str, bad_step: int, ends_with: int) -> Life:
@@ -373,15 +376,15 @@ def train_until_bad(name: str, directory: Path, on_nonfinite: str, bad_step: int
     return life
 
 
-def read_steps(life: Life) -> list[tuple[int, list[int]]]:
-    records = [json.loads(line) for line in life.lines if line.startswith('{"step"')]
+def read_steps(lines: Sequence[str]) -> list[tuple[int, list[int]]]:
+    records = [json.loads(line) for line in lines if line.startswith('{"step"')]
     return [(record["step"], record["samples"]) for record in records]
 
 
-def check_weights(life: Life, trained: list[list[int]]) -> None:
+def check_weights(lines: Sequence[str], trained: Sequence[list[int]]) -> None:
     """The weight of each sample says how often that was trained."""
     counts = Counter(chain.from_iterable(trained))
-    found: list[float] = json.loads(life.lines[-1])["weights"]
+    found: list[float] = json.loads(lines[-1])["weights"]
     assert found == pytest.approx([1 - 0.95 ** counts[number] for number in range(24)], abs=2e-5)
 
 
@@ -399,29 +402,29 @@ def test_a_fit_whose_weights_become_nan_warns_or_ends_as_told(tmp_path: Path, na
         raised = train_until_bad(name, tmp_path / "raised", "raise", bad_step, 1)
         assert "NotFiniteError: step 10 is not finite" in raised.errors
         assert "Step 8 is the newest good one" in raised.errors
-        assert read_steps(raised)[-1][0] in (10, 11)
+        assert read_steps(raised.lines)[-1][0] in (10, 11)
 
 
 @pytest.mark.parametrize("bad_step", [9, 11], ids=["within_an_epoch", "into_the_next_epoch"])
 @pytest.mark.parametrize("name", GOING_BAD)
 def test_a_fit_goes_back_and_its_next_start_trains_other_batches(tmp_path: Path, name: str, bad_step: int) -> None:
-    untouched = read_steps(train_until_bad(name, tmp_path / "untouched", "rollback", 0, 0))
+    untouched = read_steps(train_until_bad(name, tmp_path / "untouched", "rollback", 0, 0).lines)
     assert [step for step, _ in untouched] == list(range(1, BAD_STEPS + 1))
     first = train_until_bad(name, tmp_path / "run", "rollback", bad_step, 1)
-    good, last = bad_step - 1, read_steps(first)[-1][0]
+    good, last = bad_step - 1, read_steps(first.lines)[-1][0]
     assert last in (bad_step + 1, bad_step + 2)
     assert "RolledBackError" in first.errors
     assert f"went back from step {last} to step {good}, without what was drawn since" in first.errors
     assert "Start the program again" in first.errors
     assert saved(tmp_path / "run")[-1] == good
     second = train_until_bad(name, tmp_path / "run", "rollback", 0, 0)
-    trained = read_steps(second)
+    trained = read_steps(second.lines)
     assert [step for step, _ in trained] == list(range(good + 1, good + 1 + BAD_STEPS - last))
     # What is trained is what an untouched run trains, without the batches that were left out, and in its order.
     samples = [found for _, found in (*untouched[:good], *untouched[last:])]
-    assert read_steps(first)[:good] == untouched[:good]
+    assert read_steps(first.lines)[:good] == untouched[:good]
     assert [found for _, found in trained] == samples[good:]
-    check_weights(second, samples)
+    check_weights(second.lines, samples)
     assert "was repeated with" not in second.errors
 
 
@@ -429,6 +432,42 @@ def test_a_third_time_to_one_step_is_an_error_in_later_starts_too(tmp_path: Path
     for _ in range(2):
         assert "went back from step 11 to step 8" in train_until_bad("accelerate", tmp_path, "rollback", 9, 1).errors
     assert "training has gone back to step 8 twice" in train_until_bad("accelerate", tmp_path, "rollback", 9, 1).errors
+
+
+def supervise(name: str, directory: Path, *bad_steps: int) -> subprocess.CompletedProcess[str]:
+    words: tuple[str | Path, ...] = (PROGRAMS / BAD_PROGRAM, directory, name.partition("-")[0], "rollback")
+    command = [sys.executable, "-m", "holdfast", "run", *words, ",".join(map(str, bad_steps))]
+    variables = dict(INTEGRATIONS[name].variables, OMP_NUM_THREADS="1", XDG_CACHE_HOME=str(directory.parent / "cache"))
+    return subprocess.run(
+        command, env={**os.environ, **variables}, text=True, capture_output=True, timeout=300, check=False
+    )
+
+
+@pytest.mark.parametrize("name", [pick(name, is_long=True) for name in BACKENDS])
+def test_a_supervised_fit_that_goes_back_twice_goes_on_by_itself(tmp_path: Path, name: str) -> None:
+    done = supervise(name, tmp_path / "run", 9, 9, 0)
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stdout.splitlines() if line.startswith('{"')]
+    trained, untouched = read_steps(lines), read_steps(supervise(name, tmp_path / "untouched", 0).stdout.splitlines())
+    # Each start went on after what those before it had drawn: none trains a batch of another one.
+    starts = [number for number, (step, _) in enumerate(trained) if number == 0 or step <= trained[number - 1][0]]
+    assert [trained[number][0] for number in starts] == [1, 9, 9]
+    assert trained[starts[2] :] == [(8 + n, found) for n, (_, found) in enumerate(untouched[starts[2] :], 1)]
+    check_weights(lines, [found for _, found in (*untouched[:8], *untouched[starts[2] :])])
+    assert done.stderr.count("holdfast: went back at step ") == 2
+    assert "Traceback" not in done.stderr
+    assert "starts again in" not in done.stderr
+
+
+@pytest.mark.long
+def test_a_supervised_fit_ends_at_the_third_rollback_to_one_step(tmp_path: Path) -> None:
+    done = supervise("accelerate", tmp_path / "run", 9, 9, 9, 0)
+    assert done.returncode == 1
+    assert done.stderr.count("went back from step 11 to step 8") == 2
+    assert done.stderr.count("Traceback") == 1
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("holdfast: not started again: it failed with holdfast.errors.NotFiniteError: step 10 ")
+    assert "training has gone back to step 8 twice" in last
 
 
 @pytest.mark.parametrize("name", [pick("accelerate"), pick("transformers"), pick("lightning")])
@@ -439,7 +478,7 @@ def test_two_workers_of_a_fit_go_back_to_the_same_step(tmp_path: Path, name: str
 
     first = train_both(4, 1)
     assert all("RolledBackError" in life.errors for life in first)
-    last = {read_steps(life)[-1][0] for life in first}
+    last = {read_steps(life.lines)[-1][0] for life in first}
     assert len(last) == 1
     second = train_both(0, 0)
-    assert {read_steps(life)[0][0] for life in second} == {saved(tmp_path)[0] + 1}
+    assert {read_steps(life.lines)[0][0] for life in second} == {saved(tmp_path)[0] + 1}

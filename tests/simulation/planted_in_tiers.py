@@ -50,8 +50,20 @@ def _manifest_first() -> AbstractContextManager[object]:
 
 
 def _never_passed() -> AbstractContextManager[object]:
-    def note_generation(self: Any, generation: int) -> None:
-        real(self, 1 << 60)
+    def note_generation(self: Any, generation: int, token: str) -> None:
+        real(self, generation, token)
+        for hop in self._hops:
+            hop.owner, hop.cleaner.generation = None, 1 << 60
+
+    real = TierCopier.note_generation
+    return patch.object(TierCopier, "note_generation", note_generation)
+
+
+def _copies_on() -> AbstractContextManager[object]:
+    def note_generation(self: Any, generation: int, token: str) -> None:
+        real(self, generation, token)
+        for hop in self._hops:
+            hop.owner = None
 
     real = TierCopier.note_generation
     return patch.object(TierCopier, "note_generation", note_generation)
@@ -87,4 +99,5 @@ TIER_BUGS: Final[Mapping[str, Bug]] = {
     "copy-fenced": Bug(
         "a job that was passed goes on to remove what its policy does not keep in the farther tier", 86, _never_passed
     ),
+    "copy-passed": Bug("a job that was passed goes on to copy into the farther tier", 415, _copies_on),
 }

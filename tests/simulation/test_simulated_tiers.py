@@ -10,6 +10,8 @@ from simulation.planted_in_tiers import TIER_BUGS
 from simulation.tiers import simulate_tiers
 
 SEEDS = 198
+FOUND = (214, 415, 619, 810)
+"""Others that have found something, which has been mended."""
 
 PAGE = Path(__file__).parents[2] / "docs/internals/crash-safety.md"
 
@@ -26,6 +28,11 @@ def test_simulated_tiers_lose_nothing_and_mix_nothing(first: int) -> None:
         fenced += outcome.fenced
         deaths += outcome.deaths
     assert min(acknowledged, restored, fenced, deaths) > 20, "too little happens for anything to be found"
+
+
+@pytest.mark.parametrize("seed", FOUND)
+def test_seed_of_tiers_that_has_found_something_finds_nothing(seed: int) -> None:
+    assert simulate_tiers(seed).failure is None
 
 
 @pytest.mark.parametrize("name", TIER_BUGS)

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import count
 from types import TracebackType
 from typing import Any, Final
 from unittest.mock import patch
@@ -40,7 +41,7 @@ _SECONDS: Final = 0.05
 """So long a call takes, by the clock of the program."""
 
 _PATIENCE: Final = 200
-"""So often a job looks at its end whether all is copied."""
+"""So often a job that meets faults looks at its end whether all is copied."""
 
 
 @dataclass(eq=False)
@@ -242,9 +243,10 @@ class TierJob(Job):
 
     def _end(self) -> None:
         super()._end()
-        for _ in range(_PATIENCE):
-            if self._waits and any(hop.progress.is_behind and not hop.progress.is_stopped for hop in self._hops):
-                self._scheduler.rest(10)
+        for _ in count() if self._process.is_calm else range(_PATIENCE):
+            if not (self._waits and any(hop.progress.is_behind and not hop.progress.is_stopped for hop in self._hops)):
+                break
+            self._scheduler.rest(10)
         for hop in self._hops:
             hop.progress.is_stopped = True
             if hop.task is not None:
@@ -351,7 +353,7 @@ class TiersWorld(World):
 
     def acknowledge(self, process: Process, name: StepName) -> None:
         self._find_machine(process).judge.acknowledge(process, name)
-        self._copiers[process].note_committed()
+        self._copiers[process].note_committed(name)
 
     def restore(self, process: Process, storage: Storage, arrays: dict[str, Any]) -> Restoration | None:
         near = self._find_machine(process).judge

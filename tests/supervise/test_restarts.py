@@ -49,6 +49,16 @@ def test_the_same_failure_at_the_same_step_three_times_is_a_loop() -> None:
     assert decide([end(), end(KILLED), end()], Options(), is_asked=False).restarts
 
 
+def test_a_rollback_is_not_a_failure_and_starts_the_count_again() -> None:
+    rollback = end(step=11)._replace(failure=LastError("RolledBackError at x.py:1", "text", is_rollback=True))
+    assert decide([rollback] * 20, Options(), is_asked=False) == (True, 0.0, "")
+    # Such as a crash on the way to where the rollback began: it has come further than the step gone back to.
+    assert decide([rollback, end(step=9)], Options(), is_asked=False).pause_seconds == 0
+    assert decide([rollback, end(step=9), end(step=9)], Options(), is_asked=False).pause_seconds == 1
+    assert not decide([rollback] * 3, Options(max_restarts=2), is_asked=False).restarts
+    assert rollback.reason == "went back"
+
+
 def test_without_a_count_of_steps_three_quick_failures_are_a_loop() -> None:
     quick, slow = end(step=None, seconds=5), end(step=None, seconds=300)
     assert decide([quick, quick], Options(), is_asked=False).restarts

@@ -117,6 +117,26 @@ def test_a_traceback_that_repeats_is_shown_once() -> None:
     )
 
 
+def test_after_a_rollback_it_is_started_again_and_after_a_third_one_not() -> None:
+    write("""
+from holdfast.errors import NotFiniteError, RolledBackError
+def step():
+    raise RolledBackError("run went back from step 9 to step 8", step=8, hint="Start the program again.")
+if count == 4:
+    raise NotFiniteError("training has gone back to step 8 twice", step=8)
+step()""")
+    done = run()
+    assert (done.returncode, count_starts()) == (1, 4)  # Three quick failures would be the end.
+    lines = done.stderr.splitlines()
+    assert lines.count("holdfast: run went back from step 9 to step 8") == 3
+    assert done.stderr.count("Traceback") == 1
+    assert [line.partition(" again")[0] for line in lines if " again " in line] == ["holdfast: went back; started"] * 3
+    assert lines[-1] == (
+        "holdfast: not started again: it failed with holdfast.errors.NotFiniteError: training has gone back to step 8 "
+        "twice, and would again"
+    )
+
+
 def test_after_an_error_of_syntax_it_is_not_started_again() -> None:
     write("def step(:\n    pass")
     done = run()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -140,6 +141,17 @@ def test_a_restart_reads_what_is_on_the_disk_too_from_memory() -> None:
     assert finish(4, 0, 60, "SIGKILL")[0] == ["saved 4"]
     assert finish(4, 0, 60, "SIGKILL")[0] == ["restored 4 memory", "saved 4"]
     assert finish(5, 0, 60, "SIGKILL")[0] == ["restored 4 memory", "saved 5"]
+
+
+def test_a_step_that_a_person_has_removed_does_not_come_back_from_memory() -> None:
+    finish(4, 0, 60, "SIGKILL")
+    shutil.rmtree("run/step-000000004.g0001")
+    assert finish(5, 0, 60, "SIGKILL")[0] == ["restored 3 memory", "saved 5"]
+    kill_in_save(6)
+    assert finish(6, 0, 60, "SIGKILL")[0] == ["restored 6 memory", "saved 6"]
+    # It was written by a start, and not by the process that had saved it.
+    shutil.rmtree("run/step-000000006.g0003")
+    assert finish(5, 0)[0][0].startswith("restored 5")
 
 
 def test_nothing_is_left_after_a_normal_end(user: Path, place: Path) -> None:

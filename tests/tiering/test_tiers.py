@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -370,6 +371,74 @@ def test_two_different_runs_are_refused(tmp_path: Path, start: Callable[..., Job
     start(b, tmp_path / "d").save_all(1)
     with pytest.raises(UsageError, match="are different runs"):
         start(a, b)
+
+
+def test_a_run_whose_base_never_reached_the_bucket_starts(tmp_path: Path, start: Callable[..., Job]) -> None:
+    """It was cut off as it began, and saved here; a job elsewhere knows nothing of that."""
+    here, there, far = (tmp_path / name for name in ("here", "there", "far"))
+    first = start(here, far)
+    first.save_all(1)
+    first.die()
+    shutil.rmtree(far / "step-000000001.g0001")
+    (far / "generations/0001.base.json").unlink()
+    other = start(there, far)
+    assert other.restore() is None
+    other.save_all(3)
+    other.die()
+    back = start(here, far)
+    assert back.restore() == 3
+    back.save_all(4)
+    assert any("generation 1 and its steps are not in the lineage" in text for text in back.texts())
+
+
+def test_a_job_that_was_passed_copies_nothing_more(near: Path, far: Path, start: Callable[..., Job]) -> None:
+    bucket = Distant(far)
+    passed = start(near, hf.Tier(bucket, keep=5))
+    passed.save_all(1)
+    bucket.is_away = True
+    passed.save_all(2, tier=None)
+    newer = start(near, hf.Tier(far, keep=1))
+    assert newer.restore() == 2
+    newer.save_all(3)
+    newer.manager.close()
+    bucket.is_away = False
+    passed.manager.close()
+    assert steps_in(near) == [1, 2, 3]
+    assert steps_in(far) == [3], "it would have copied the others again"
+
+
+class Flat(LocalStorage):
+    """A directory in which a file that is there is whole, as in a bucket."""
+
+    def __init__(self, place: Path) -> None:
+        super().__init__(place)
+        self.traits = msgspec.structs.replace(self.traits, has_directories=False)
+        self.created: list[str] = []
+
+    def create(self, path: str, size_bytes: int) -> Any:
+        self.created.append(path)
+        return super().create(path, size_bytes)
+
+
+def test_a_copy_leaves_data_in_a_bucket_that_are_whole(near: Path, far: Path, start: Callable[..., Job]) -> None:
+    """They may be of another job that copies the same step at this moment."""
+    bucket = Flat(far)
+    first = start(near, bucket)
+    first.save_all(1)
+    first.manager.close()
+    for name in ("index-00000-of-00001.json", "manifest.json", "committed"):
+        (far / "step-000000001.g0001" / name).unlink()
+    begun = far / "step-000000001.g0001/data-00000-of-00001.safetensors"
+    inode = begun.stat().st_ino
+    second = start(near, bucket)
+    assert second.restore() == 1
+    second.save_all(2)
+    second.manager.close()
+    assert steps_in(far) == [1, 2]
+    assert begun.stat().st_ino == inode
+    assert bucket.created == [f"step-00000000{step}.g000{step}/data-00000-of-00001.safetensors" for step in (1, 2)]
+    shutil.rmtree(near)
+    assert start(near, bucket).manager.restore(1) is not None
 
 
 # Damage.

@@ -7,8 +7,12 @@ from itertools import pairwise
 from statistics import median
 from typing import Final, NamedTuple
 
-from holdfast.events.kinds import Clocked, Committed, Event, time_text
+from holdfast.events.kinds import Clocked, Committed, Event, PartsWritten
+from holdfast.numbers import time_text
 from holdfast.policies.saving import daly_interval_seconds, estimate_failure_seconds
+
+TIMED: Final = (Clocked, Committed, PartsWritten)
+"""The events that are summed up."""
 
 _MEASURED_SAVES: Final = 20
 """The newest saves, of which the cost of one is the median."""
@@ -76,6 +80,28 @@ class TimeShares(NamedTuple):
     away: float
 
 
+class WorkerTimes(NamedTuple):
+    """How long one of several workers took for its parts of saves, in the median of those that name it.
+
+    Attributes:
+        rank: The worker.
+        saves: How many saves name it.
+        last: In how many of them its part was durable last.
+        blocked_seconds: How long its training was blocked.
+        background_seconds: How long the rest took until its part was durable.
+        slowest_seconds: The longest of these.
+        size_bytes: The size of what it wrote.
+    """
+
+    rank: int
+    saves: int
+    last: int
+    blocked_seconds: float
+    background_seconds: float
+    slowest_seconds: float
+    size_bytes: float
+
+
 class RunTimes(NamedTuple):
     """The times of a run.
 
@@ -86,6 +112,7 @@ class RunTimes(NamedTuple):
         return_seconds: From the last record of a start that died to the next one's training, without the lost work, in
             the median; None if none has died.
         failure_seconds: The time between two failures, as far as it can be estimated.
+        workers: Of several workers, the times of each, by rank.
     """
 
     starts: tuple[StartTimes, ...]
@@ -93,6 +120,7 @@ class RunTimes(NamedTuple):
     interval_seconds: float | None
     return_seconds: float | None
     failure_seconds: float
+    workers: tuple[WorkerTimes, ...] = ()
 
     @property
     def shares(self) -> TimeShares:
@@ -115,14 +143,27 @@ class RunTimes(NamedTuple):
             f"least{now}."
         )
 
+    def describe_slowest(self) -> str:
+        """Returns which of several workers is the slowest, in a sentence; empty of one alone."""
+        if len(self.workers) < 2:
+            return ""
+        slowest = max(self.workers, key=lambda one: one.background_seconds)
+        others = median(one.background_seconds for one in self.workers if one is not slowest)
+        return (
+            f"Rank {slowest.rank} is the slowest: its part of a save is durable after "
+            f"{time_text(slowest.background_seconds)}, that of another worker after {time_text(others)}. It was the "
+            f"last in {slowest.last} of {slowest.saves} saves."
+        )
+
 
 def sum_up(events: Iterable[Event]) -> RunTimes:
     """**Pure.** Sums up the times of a run.
 
     Args:
-        events: Those of its journal, oldest first; of other kinds than `Clocked` and `Committed` none is needed.
+        events: Those of its journal, oldest first; of other kinds than `TIMED` none is needed.
     """
     newest: dict[float, Clocked] = {}
+    parts: list[PartsWritten] = []
     saves: list[Committed] = []
     intervals: list[float] = []
     for event in events:
@@ -134,6 +175,8 @@ def sum_up(events: Iterable[Event]) -> RunTimes:
             if saves and saves[-1].generation == event.generation:
                 intervals.append(event.at_unix_seconds - saves[-1].at_unix_seconds)
             saves.append(event)
+        elif isinstance(event, PartsWritten):
+            parts.append(event)
     starts: list[StartTimes] = []
     for _, event in sorted(newest.items()):
         starts.append(_describe(event, starts[-1] if starts else None))
@@ -147,6 +190,28 @@ def sum_up(events: Iterable[Event]) -> RunTimes:
         interval_seconds=median(intervals) if intervals else None,
         return_seconds=median(returns) if returns else None,
         failure_seconds=estimate_failure_seconds(len(deaths), observed),
+        workers=_sum_up_workers(parts),
+    )
+
+
+def _sum_up_workers(saves: Iterable[PartsWritten]) -> tuple[WorkerTimes, ...]:
+    """**Pure.** Sums up the times of each worker."""
+    found: dict[int, list[tuple[bool, float, float, int]]] = {}
+    for save in saves:
+        parts = zip(save.blocked_seconds, save.background_seconds, save.size_bytes, strict=False)
+        for rank, part in zip(save.ranks, parts, strict=False):  # A journal may be damaged.
+            found.setdefault(rank, []).append((rank == save.ranks[0], *part))
+    return tuple(
+        WorkerTimes(
+            rank,
+            saves=len(ones),
+            last=sum(is_last for is_last, _, _, _ in ones),
+            blocked_seconds=median(blocked for _, blocked, _, _ in ones),
+            background_seconds=median(seconds for _, _, seconds, _ in ones),
+            slowest_seconds=max(seconds for _, _, seconds, _ in ones),
+            size_bytes=median(size_bytes for _, _, _, size_bytes in ones),
+        )
+        for rank, ones in sorted(found.items())
     )
 
 

@@ -36,6 +36,8 @@ class Receipts(msgspec.Struct, frozen=True):
         values: The digest of the values of one worker's loose leaves; see `save/joint/coverage.py`.
         nonfinite: The leaves that are not finite, of those that training computes; None if that is not known.
         nonfinite_count: How many there are, if they are not all named.
+        blocked_seconds: Of one worker, how long its training was blocked.
+        background_seconds: Of one worker, how long the rest took until its bytes were durable.
     """
 
     workers: tuple[WorkerRecord, ...]
@@ -44,6 +46,8 @@ class Receipts(msgspec.Struct, frozen=True):
     values: str = ""
     nonfinite: tuple[str, ...] | None = None
     nonfinite_count: int = 0
+    blocked_seconds: float = 0.0
+    background_seconds: float = 0.0
 
     @property
     def size_bytes(self) -> int:

@@ -35,8 +35,8 @@ class StepCopier(Protocol):
     def check(self) -> None:
         """Raises `FencedError` if another job was found to have gone on in a farther tier."""
 
-    def note_generation(self, generation: int) -> None:
-        """Called when this job has opened a generation."""
+    def note_generation(self, generation: int, token: str) -> None:
+        """Called when this job has opened a generation, with its token."""
 
     def keep_image(self, record: ImageRecord) -> None:
         """Called when the image of a save is whole in memory, with what the next start needs of it."""
@@ -44,7 +44,7 @@ class StepCopier(Protocol):
     def forget_image(self, name: StepName) -> None:
         """Called when the image of a save, if it was kept, is not to be restored."""
 
-    def note_committed(self) -> None:
+    def note_committed(self, name: StepName) -> None:
         """Called when a step is committed in the nearest tier."""
 
     def note_metrics(self, name: StepName) -> None:

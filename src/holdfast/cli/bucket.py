@@ -15,8 +15,8 @@ import numpy as np
 
 from holdfast.cli.findings import PREFIX, Finding, Status
 from holdfast.errors import StorageError
-from holdfast.events.kinds import size_text, time_text
 from holdfast.format.digests import digest
+from holdfast.numbers import size_text, time_text
 from holdfast.restore.read import open_pool
 from holdfast.storage.objects import NOT_ALLOWED, ObjectStorage
 from holdfast.storage.protocol import PIECE_BYTES

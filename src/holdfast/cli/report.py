@@ -28,9 +28,9 @@ from holdfast.cli.screen import (
     write_json,
 )
 from holdfast.errors import HoldfastError, UsageError
-from holdfast.events.kinds import size_text
 from holdfast.format.names import StepName
 from holdfast.format.records import Manifest
+from holdfast.numbers import size_text
 
 Row = TypeVar("Row")
 

@@ -8,6 +8,8 @@ from typing import Final, TypeAlias
 
 import msgspec
 
+from holdfast.numbers import size_text, time_text
+
 _MOST_SHOWN: Final = 3
 
 
@@ -23,24 +25,6 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag=_ki
     """
 
     at_unix_seconds: float = msgspec.field(default_factory=time.time)
-
-
-def time_text(seconds: float) -> str:
-    """**Pure.** Returns a time in words."""
-    if seconds < 0.9995:
-        return f"{seconds * 1e3:.3g} ms"
-    if seconds < 120:
-        return f"{seconds:.3g} s"
-    minutes, whole_seconds = divmod(round(seconds), 60)
-    return f"{minutes // 60} h {minutes % 60} min" if minutes >= 60 else f"{minutes} min {whole_seconds} s"
-
-
-def size_text(size_bytes: float) -> str:
-    """**Pure.** Returns a size in words."""
-    for unit, unit_bytes in (("PB", 1e15), ("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if size_bytes >= 0.9995 * unit_bytes:  # From there on three digits would round up to it.
-            return f"{size_bytes / unit_bytes:.{0 if size_bytes >= 99.95 * unit_bytes else 1}f} {unit}"
-    return f"{size_bytes:.0f} B"
 
 
 class GenerationOpened(Event, frozen=True):
@@ -63,8 +47,7 @@ class Staged(Event, frozen=True):
     """The state of a step has been copied; training continues.
 
     Attributes:
-        step: The step being saved.
-        generation: The generation that saves it.
+        step, generation: The step being saved, and the generation that saves it.
         blocked_seconds: How long training was blocked, including a wait for the previous save.
         size_bytes: The size of the copy.
         reason: Why the step is saved, in the words of the policy; empty if the user asked for it.
@@ -101,8 +84,7 @@ class Written(Event, frozen=True):
     """The bytes of a step are durable, but not yet committed.
 
     Attributes:
-        step: The step being saved.
-        generation: The generation that saves it.
+        step, generation: The step being saved, and the generation that saves it.
         background_seconds: How long the writing took in the background; it begins while training still copies.
         size_bytes: The size of what was written.
     """
@@ -121,8 +103,7 @@ class Committed(Event, frozen=True):
     """A step is committed: it can be restored from now on.
 
     Attributes:
-        step: The step.
-        generation: The generation that saved it.
+        step, generation: The step, and the generation that saved it.
         blocked_seconds: How long it blocked training, as in its `Staged`.
         background_seconds: How long the rest took, in the background.
         size_bytes: The size of what was written.
@@ -145,6 +126,27 @@ class Committed(Event, frozen=True):
             f"{time_text(self.blocked_seconds)}, {time_text(self.background_seconds)} in the background, "
             f"covers {time_text(self.training_saved_seconds)} of training"
         )
+
+
+class PartsWritten(Event, frozen=True):
+    """A step of several workers is committed: how long each of them took for its part.
+
+    Attributes:
+        step, generation: The step, and the generation that saved it.
+        ranks: The workers whose parts were durable last, the last one first; 32 at most.
+        blocked_seconds, background_seconds, size_bytes: For each of them, as in `Written` and its `Staged`.
+    """
+
+    step: int
+    generation: int
+    ranks: tuple[int, ...]
+    blocked_seconds: tuple[float, ...]
+    background_seconds: tuple[float, ...]
+    size_bytes: tuple[int, ...]
+
+    def __str__(self) -> str:
+        seconds = time_text(max(self.background_seconds, default=0.0))
+        return f"step {self.step}: the last part to be durable was that of {_ranks(self.ranks[:1])}, after {seconds}"
 
 
 class Copied(Event, frozen=True):
@@ -172,8 +174,7 @@ class Restored(Event, frozen=True):
     """The live objects have been restored to the state of a step.
 
     Attributes:
-        step: The step.
-        generation: The generation that saved it.
+        step, generation: The step, and the generation that saved it.
         blocked_seconds: How long it took.
         size_bytes: The size of what was read and checked.
         tiers: The URLs of the tiers that this worker has read data from; empty if the run has none.
@@ -194,8 +195,7 @@ class Resized(Event, frozen=True):
     """A checkpoint of a different number of workers has been restored.
 
     Attributes:
-        step: The step.
-        generation: The generation that saved it.
+        step, generation: The step, and the generation that saved it.
         stored_workers: How many workers saved it.
         workers: How many workers there are now.
         reseeded: Random generators that were reseeded from their saved state, differently on each worker.
@@ -486,8 +486,7 @@ class NotFinite(Event, frozen=True):
     """A step was committed whose parameters or optimizer states have nan or an infinity.
 
     Attributes:
-        step: The step.
-        generation: The generation that saved it.
+        step, generation: The step, and the generation that saved it.
         leaves: How many leaves.
         names: The first of them.
         is_exempt: True if this is the run's first checkpoint: these leaves are not counted later.
@@ -574,6 +573,7 @@ AnyEvent: TypeAlias = (
     | Held
     | Written
     | Committed
+    | PartsWritten
     | Copied
     | Restored
     | Resized

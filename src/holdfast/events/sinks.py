@@ -39,10 +39,8 @@ from holdfast.events.kinds import (
     WitnessAgreed,
     WitnessDiffers,
     Written,
-    size_text,
-    time_text,
 )
-from holdfast.numbers import check_whole
+from holdfast.numbers import check_whole, size_text, time_text
 
 Sink: TypeAlias = Callable[[Event], None]
 """A function that is called with each event, in the thread in which the event happened. That may be the training

@@ -327,8 +327,8 @@ class Guard:
                     self.orders.pending = None
                     who = f"rank {ended[0]}" if ended else "this worker"
                     raise UsageError(
-                        f"training cannot go back: {who} has ended it already",
-                        hint="In the last step of training, call run.rollback on all workers.",
+                        f"{verdict.plan.order.cause}, and training cannot go back: {who} has ended it already",
+                        hint="Go back by `holdfast rollback`, or in the last step, call run.rollback on all workers.",
                     )
                 step = self.orders.obey(verdict.plan.order, step)
                 self.orders.pending = self.provisional = None

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, Final, Self
 
-from holdfast.events.kinds import size_text
+from holdfast.numbers import size_text
 from holdfast.process.pulse import PULSE
 from holdfast.process.terminal import inform
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from html import escape
 from typing import Final, NamedTuple, TypeVar
 
-from holdfast.events.kinds import time_text
+from holdfast.numbers import time_text
 
 Item = TypeVar("Item")
 

@@ -18,6 +18,7 @@ from holdfast.events.kinds import (
     Leaving,
     NotFinite,
     NoticeHeard,
+    PartsWritten,
     PassedOver,
     Resized,
     Restored,
@@ -46,6 +47,7 @@ class RunFacts(NamedTuple):
         survey: Its checkpoints.
         times: Where its time went.
         saves: Its commits, oldest first; the newest 20,000.
+        parts: How long several workers took for their parts of these.
         restores: Its restores.
         news: Warnings, errors, notices and ends, oldest first; the newest 500.
         kept: Why each step is kept, as of the newest save.
@@ -57,6 +59,7 @@ class RunFacts(NamedTuple):
     survey: Survey
     times: RunTimes
     saves: tuple[Committed, ...]
+    parts: tuple[PartsWritten, ...]
     restores: tuple[Restored, ...]
     news: tuple[Event, ...]
     kept: dict[int, str]
@@ -79,6 +82,7 @@ def read_facts(storage: Storage, location: str) -> RunFacts:
         StorageError: If the storage cannot be read.
     """
     saves: deque[Committed] = deque(maxlen=MOST_SAVES)
+    parts: deque[PartsWritten] = deque(maxlen=MOST_SAVES)
     news: deque[Event] = deque(maxlen=MOST_NEWS)
     clocked: dict[float, Clocked] = {}
     restores: list[Restored] = []
@@ -86,6 +90,8 @@ def read_facts(storage: Storage, location: str) -> RunFacts:
     for event in StoredRun(storage).read_journal():
         if isinstance(event, Committed):
             saves.append(event)
+        elif isinstance(event, PartsWritten):
+            parts.append(event)
         elif isinstance(event, Clocked):
             begun_at = event.begun_at_unix_seconds
             if begun_at not in clocked or event.at_unix_seconds >= clocked[begun_at].at_unix_seconds:
@@ -100,8 +106,9 @@ def read_facts(storage: Storage, location: str) -> RunFacts:
         location=location,
         looked_at=time.time(),
         survey=survey_run(storage),
-        times=sum_up([*clocked.values(), *saves]),
+        times=sum_up([*clocked.values(), *saves, *parts]),
         saves=tuple(saves),
+        parts=tuple(parts),
         restores=tuple(restores),
         news=tuple(news),
         kept=kept,

@@ -12,7 +12,8 @@ from typing import Final
 
 from holdfast.catalog.ledger import WORDS, StartTimes
 from holdfast.catalog.survey import Found, State
-from holdfast.events.kinds import Committed, Event, Failed, Leaving, NoticeHeard, size_text, time_text
+from holdfast.events.kinds import Committed, Event, Failed, Leaving, NoticeHeard
+from holdfast.numbers import size_text, time_text
 from holdfast.report.charts import Instant, Span, draw_points, draw_shares, draw_timeline, thin
 from holdfast.report.facts import RunFacts
 
@@ -84,6 +85,7 @@ def render_body(facts: RunFacts) -> str:
         _render_timeline(facts),
         *_render_metrics(facts),
         *_render_saves(facts),
+        *_render_workers(facts),
         _render_steps(facts),
         _render_news(facts),
     ])  # fmt: skip
@@ -211,6 +213,33 @@ def _render_saves(facts: RunFacts) -> Iterable[str]:
             f'<h2>{title}</h2><p class="faint">{write(middle)} in the median of {len(facts.saves):,} saves</p>'
             f'<div class="wide">{chart}</div>'
         )
+
+
+def _render_workers(facts: RunFacts) -> Iterable[str]:
+    if not facts.times.workers:
+        return
+    points = [
+        (float(save.step), seconds, f"step {save.step}: the part of rank {rank} is durable after {time_text(seconds)}")
+        for save in sorted(facts.parts, key=lambda save: save.step)
+        for rank, seconds in zip(save.ranks, save.background_seconds, strict=False)
+    ]
+    title = "How long each worker took for its part in the background"
+    chart = draw_points(points, title=title, write=time_text)
+    rows = [
+        [
+            f"{one.rank}",
+            f"{one.saves:,}",
+            time_text(one.blocked_seconds),
+            time_text(one.background_seconds),
+            time_text(one.slowest_seconds),
+            size_text(one.size_bytes),
+            f"{one.last:,}",
+        ]
+        for one in facts.times.workers
+    ]
+    titles = ["rank", "saves", "stopped for", "durable after", "at the longest", "wrote", "was the last"]
+    yield f'<h2>{title}</h2><p class="faint">{facts.times.describe_slowest()}</p><div class="wide">{chart}</div>'
+    yield "<p>Of each worker, in the median:</p>" + _table(titles, rows, figures=range(7))
 
 
 def _say(value: str, one: Committed) -> str:

@@ -128,13 +128,21 @@ class RunCopier:
     A crash at any point leaves whole steps, and at most one without a manifest, which the next copy completes.
     """
 
-    def __init__(self, source: StoredRun, goal: Storage, takes: Callable[[int], bool] | None = None) -> None:
+    def __init__(
+        self,
+        source: StoredRun,
+        goal: Storage,
+        takes: Callable[[int], bool] | None = None,
+        owner: tuple[int, str] | None = None,
+    ) -> None:
         """Reads nothing yet; `source` has the steps, and `goal` gets them.
 
         With `takes`, other workers of the job copy there at the same time: this one takes the files of some ranks, as
         far as the source has them, leaves others alone, and publishes the manifest if it finds all of them there.
+        The `owner` is the generation of a job that saves in the source, and its token: once a newer one is there, the
+        copy ends, and nothing more is removed.
         """
-        self._source, self._goal, self._takes = source, StoredRun(goal), takes
+        self._source, self._goal, self._takes, self._owner = source, StoredRun(goal), takes, owner
         self._lock = RunLock(goal)
         # The newest generation there, which no other may follow while this copies; and its token.
         self._generation, self._token = 0, ""
@@ -161,8 +169,11 @@ class RunCopier:
             goal.storage.make_directory(path.rpartition("/")[0])
             if not goal.storage.publish(path, data) and goal.opening(generation).token != token:
                 raise self._other_run(generation)
-        self._generation = max(goal.list_generations(), default=0)
-        self._token = goal.opening(self._generation).token if self._generation else ""
+        if self._owner is not None:
+            self._generation, self._token = self._owner
+        else:
+            self._generation = max(goal.list_generations(), default=0)
+            self._token = goal.opening(self._generation).token if self._generation else ""
         if self._takes is None:
             self._lock.take()  # A new run has its directory now.
 
@@ -195,6 +206,7 @@ class RunCopier:
                 self._copy_metrics(name)
                 goal.step(name).renew_copy()
                 return None
+            self._check_unpassed(name)
             goal.step(name).withdraw()
         try:
             try:
@@ -203,6 +215,7 @@ class RunCopier:
                 self._copy_files(opened, progress)
             except (DamageError, StorageFullError):
                 if self._takes is None or manifest.world_size == 1:
+                    self._check_unpassed(name)
                     goal.step(name).discard()
                 raise
             if self._takes is None or not find_misfits(goal, name, manifest):
@@ -275,28 +288,34 @@ class RunCopier:
                 hint="Another save has made it. Copy into a new place.",
             )
 
-    def _find_whole(self, opened: OpenedStep, progress: Callable[[int], None]) -> set[int]:
-        """Returns the workers whose files are in the destination already, and whole; removes those of the others.
+    def _find_whole(self, opened: OpenedStep, progress: Callable[[int], None]) -> set[str]:
+        """Returns the files that are in the destination already, and whole; removes the others.
 
-        An index is written when its data file is durable.
+        An index is written when its data file is durable. Without directories, a file that is there is durable itself:
+        it may be what another copy has just put there, and stays.
         """
         storage, directory, manifest = self._goal.storage, opened.directory, opened.manifest
         there = {entry.name: entry.size_bytes for entry in storage.list(directory)}
+        whole: set[str] = set()
         written: list[Index] = []
         for index in opened.indexes:
-            worker = manifest.workers[index.rank]
-            file = index_name(index.rank, manifest.world_size)
-            sizes = there.get(data_name(index.rank, manifest.world_size)), there.get(file)
-            if sizes != (worker.data_bytes, worker.index_bytes):
-                continue
-            if digest(storage.read(f"{directory}/{file}", worker.index_bytes)) == worker.index_digest:
+            worker, file = manifest.workers[index.rank], index_name(index.rank, manifest.world_size)
+            if there.get(file) == worker.index_bytes:
+                path = f"{directory}/{file}"
+                whole |= {path} if digest(storage.read(path, worker.index_bytes)) == worker.index_digest else set()
+            is_written = f"{directory}/{file}" in whole or not storage.traits.has_directories
+            if is_written and there.get(data_name(index.rank, manifest.world_size)) == worker.data_bytes:
                 written.append(_own_part(index))
         partly = replace(opened, indexes=tuple(written))
         damaged = {damage.path for damage in verify_data(storage, partly, threads=_THREADS, progress=progress)}
-        whole = {index.rank for index in written if opened.data_path(index.rank) not in damaged}
-        stale = [index.rank for index in opened.indexes if index.rank not in whole]
-        names = (name(rank, manifest.world_size) for rank in stale for name in (index_name, data_name))
-        if left := [f"{directory}/{name}" for name in names if name in there]:
+        whole |= {opened.data_path(index.rank) for index in written}.difference(damaged)
+        for index in opened.indexes:
+            if opened.data_path(index.rank) not in whole:
+                whole.discard(f"{directory}/{index_name(index.rank, manifest.world_size)}")
+        ranks = (index.rank for index in opened.indexes)
+        names = (f"{directory}/{name(rank, manifest.world_size)}" for rank in ranks for name in (index_name, data_name))
+        if left := [path for path in names if path not in whole and path.rpartition("/")[2] in there]:
+            self._check_unpassed(opened.name)
             if self._goal.step(opened.name).is_committed():  # By another copy, just now.
                 raise StorageError(f"{self._goal.url}: another copy writes there", path=directory)
             storage.delete(left)
@@ -304,7 +323,10 @@ class RunCopier:
 
     def _copy_files(self, opened: OpenedStep, progress: Callable[[int], None]) -> None:
         whole = self._find_whole(opened, progress)
-        indexes = [index for index in opened.indexes if index.rank not in whole]
+        indexes = [index for index in opened.indexes if opened.data_path(index.rank) not in whole]
+        for rank in (index.rank for index in opened.indexes if index not in indexes):
+            if f"{opened.directory}/{index_name(rank, opened.manifest.world_size)}" not in whole:
+                self._copy_index(opened, rank)
         writers: list[FileWriter] = []
         with open_pool(self._source.storage, _THREADS, opened.manifest.data_bytes) as pool:
             try:
@@ -363,7 +385,7 @@ class RunCopier:
         data = self._source.storage.read(path, worker.index_bytes)
         if digest(data) != worker.index_digest:
             raise DamageError(f"{path} does not match the digest in the manifest", step=opened.name.step, path=path)
-        self._goal.storage.write(path, data)
+        self._goal.storage.publish(path, data)
 
     def _copy_metrics(self, name: StepName) -> None:
         for number in range(MAX_LATE_METRICS):
@@ -386,6 +408,7 @@ class RunCopier:
         if found is None or found.damages:
             # A job that saves there has taken it for the remains of a save, and removed a part of it.
             goal.step(name).withdraw()
+            self._check_unpassed(name)
             goal.step(name).discard()
             raise StorageError(
                 f"{goal.url}: files of step {name.step} were removed while it was copied",

@@ -17,6 +17,8 @@ from contextlib import suppress
 from functools import partial
 from typing import Final, NamedTuple
 
+from msgspec.structs import replace
+
 from holdfast.catalog.deletion import FileRecycler
 from holdfast.catalog.publish import Receipts
 from holdfast.errors import ChangedError, HoldfastError, OutOfMemoryError, PeerError, SaveFailedError
@@ -242,14 +244,18 @@ class Engine:
             self._flush_events()
         name = request.name
         assert name is not None, "it was opened"
+        copied_at = request.copied.completed_at
+        blocked_seconds, background_seconds = copied_at - request.asked_at, time.monotonic() - copied_at
         self._emit(
             Written(
                 step=name.step,
                 generation=name.generation,
-                background_seconds=time.monotonic() - request.copied.completed_at,
+                background_seconds=background_seconds,
                 size_bytes=receipts.size_bytes,
             )
         )
+        if request.protocol is not None:
+            receipts = replace(receipts, blocked_seconds=blocked_seconds, background_seconds=background_seconds)
         if barrier is not None:
             barrier.wait_settled()
         manifest = attempt.commit(receipts)
@@ -326,7 +332,7 @@ class Engine:
         if PULSE.board is not None:
             PULSE.board.note_committed(name.step)
         if self.tidier.copier is not None:
-            self.tidier.copier.note_committed()
+            self.tidier.copier.note_committed(name)
         request.is_committed = True
         request.settled.open()
         self._emit(

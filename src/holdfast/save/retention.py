@@ -18,10 +18,10 @@ from holdfast.catalog.holds import HoldWatch
 from holdfast.catalog.summary import FEW, Summarizer
 from holdfast.errors import FencedError, HoldfastError
 from holdfast.events import Failed, NotFinite, Retained, Sink, Warned
-from holdfast.events.kinds import size_text
 from holdfast.format.digests import seal
 from holdfast.format.names import StepName
 from holdfast.format.records import NAMED_NONFINITE, Manifest, Nonfinite
+from holdfast.numbers import size_text
 from holdfast.policies import KeptCandidate, RetentionPolicy, absent_metrics, count_kept, plan_retention
 from holdfast.policies.retention import RetentionPlan
 from holdfast.process.worker_pool import WorkerPool

@@ -308,7 +308,7 @@ class RunWriter(CheckpointWriter):
             whole.record_base(base)
             self.generation, self.base, self._named = generation, base, (-1, 0)
             if self.copier is not None:
-                self.copier.note_generation(generation)
+                self.copier.note_generation(generation, self._token)
             self.exempt = origin.exempt
             self.recycler.lock.take(inform)  # A new run has its directory now.
             if self._incremental is not None:
@@ -378,7 +378,7 @@ class RunWriter(CheckpointWriter):
         self.generation, self._token = generation, self._run.opening(generation).token
         self._named = (MAX_STEP, self._named[1])
         if self.copier is not None:
-            self.copier.note_generation(generation)
+            self.copier.note_generation(generation, self._token)
         if self._incremental is not None:
             self._incremental.begin(origin)
 

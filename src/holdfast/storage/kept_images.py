@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar, Final, NamedTuple
 
@@ -24,6 +25,7 @@ from holdfast.storage.protocol import Entry, FileReader, FileWriter, Traits
 
 _PLACE: Final = Path("memory")
 _LIMIT_BYTES: Final = 2 * MAX_INDEX_BYTES
+_WRITTEN: Final = b"\n"
 
 
 class ImageRecord(SealedRecord, frozen=True, kw_only=True):
@@ -84,6 +86,17 @@ class KeptImage(NamedTuple):
         written_bytes = 0
         while written_bytes < len(data):
             written_bytes += os.pwrite(self.record, data[written_bytes:], written_bytes)
+
+    def note_written(self) -> None:
+        """Says that the step was committed in a tier: white space after the record. A crash before leaves one of which
+        that is not known."""
+        if not self.is_written:
+            os.pwrite(self.record, _WRITTEN, os.fstat(self.record).st_size)
+
+    @property
+    def is_written(self) -> bool:
+        """True if the step was committed in a tier, and may have been removed there since."""
+        return os.pread(self.record, 1, max(os.fstat(self.record).st_size - 1, 0)) == _WRITTEN
 
     def unseal(self) -> None:
         """Says that the image is whole no more."""
@@ -166,6 +179,18 @@ class KeptImages:
         """Returns the records of all images."""
         with self._lock:
             return [*self._records.values()]
+
+    def note_written(self, name: StepName) -> None:
+        """Called when a step is committed in a tier: if it is removed there, its images do not bring it back."""
+        with self._lock, suppress(OSError):
+            for path, image in self._images.items():
+                if self._records[path].name == name:
+                    image.note_written()
+
+    def is_written(self, record: ImageRecord) -> bool:
+        """Returns True if the step of an image was committed in a tier, and may have been removed there since."""
+        with self._lock:
+            return record.data_path in self._images and self._images[record.data_path].is_written
 
     def find(self, path: str) -> FileReader | None:
         """Opens the data file of an image; None if there is none."""

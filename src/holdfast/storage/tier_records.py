@@ -86,16 +86,18 @@ def find_parted(near: Storage, beyond: Storage, others: Sequence[int]) -> int | 
     """
     own, own_begun = list_generations(near), list_generations(near, ends=BASE_SUFFIX)
     begun = [one for one in list_generations(beyond, ends=BASE_SUFFIX) if one in others]
-    agreed = 0
+    agreed, is_same = 0, False
     for one in sorted(set(own) & set(others), reverse=True):
-        if (one in begun or one not in own_begun) and read_token(near, one) == read_token(beyond, one):
-            agreed = one
-            break
+        if read_token(near, one) == read_token(beyond, one):
+            is_same = True
+            if one in begun or one not in own_begun:
+                agreed = one
+                break
     newer = [one for one in own if one > agreed]
     if not newer or max(begun, default=0) <= agreed:
         return None
     # One that has begun without the farther tier is known by its number.
-    if not agreed and own[0] < LEAST_GAP and others[0] <= own[-1]:
+    if not is_same and own[0] < LEAST_GAP and others[0] <= own[-1]:
         raise UsageError(
             f"{near.url} and {beyond.url} are different runs: no job has opened both",
             hint="Give each run places of its own.",

@@ -28,6 +28,10 @@ from holdfast.supervise.launch import forget_stub, make_command
 WORDS_BYTES: Final = 65536
 """The size of the memory in which a program leaves the error that ended it."""
 
+_HOPELESS: Final = frozenset({"holdfast.errors.UsageError", "holdfast.errors.NotFiniteError"})
+"""Another start would end by these again: the newest step stays what it is."""
+_ROLLBACK: Final = "holdfast.errors.RolledBackError"
+
 _ARGUMENTS: Final = (45, 46)
 """Positions in `/proc/PID/stat`, after the name of the program: where the memory of its arguments begins and ends."""
 
@@ -116,7 +120,7 @@ def run(program: Program, known: list[ImportNote]) -> None:
     start_spare = partial(_start_spare, program, dict(os.environ), os.getppid()) if program.spare else None
     sys.meta_path.insert(0, recorder := ImportRecorder(program.record, known, start_spare))
     ended_by: BaseException | None = None
-    is_known = False
+    line = ""
     if "COVERAGE_PROCESS_START" in os.environ:
         with suppress(ImportError):
             importlib.import_module("coverage").process_startup()
@@ -127,11 +131,11 @@ def run(program: Program, known: list[ImportNote]) -> None:
     except BaseException as error:  # noqa: BLE001 - it is shown and ends the process, as the interpreter does it.
         ended_by = error
         error.__traceback__ = _find_own(error.__traceback__, main_module)
-        is_known = _tell(program.words, error)
+        line = _tell(program.words, error)
     finally:
         recorder.finish()
     if ended_by is not None:
-        _end(ended_by, is_known=is_known)
+        _end(ended_by, line)
 
 
 def _run_main(program: Program, module: ModuleType) -> None:
@@ -176,15 +180,15 @@ def _find_own(trace: TracebackType | None, module: ModuleType) -> TracebackType 
     return own
 
 
-def _end(error: BaseException, *, is_known: bool) -> NoReturn:
-    """Shows an error as the interpreter would, unless the start before ended by the same, and ends with its code."""
+def _end(error: BaseException, line: str) -> NoReturn:
+    """Shows an error as the interpreter would, unless a line is enough, and ends with its code."""
     trace = error.__traceback__
     sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace
     if sys.version_info >= (3, 12):
         sys.last_exc = error
-    if is_known:
+    if line:
         with suppress(OSError, ValueError, AttributeError):
-            sys.stderr.write(f"holdfast: the same error as before: {_describe(error)}\n")
+            sys.stderr.write(f"holdfast: {line}\n")
     else:
         sys.excepthook(type(error), error, trace)
     if isinstance(error, KeyboardInterrupt):
@@ -194,24 +198,22 @@ def _end(error: BaseException, *, is_known: bool) -> NoReturn:
     raise SystemExit(1)
 
 
-def _tell(words: int, error: BaseException) -> bool:
-    """Leaves the error where the supervisor finds it; returns True if the start before was ended by the same."""
+def _tell(words: int, error: BaseException) -> str:
+    """Leaves the error where the supervisor finds it; returns a line if that is enough of it for people."""
     if words < 0:
-        return False
+        return ""
     frames = traceback.extract_tb(error.__traceback__)
     place = f"{type(error).__name__} at {frames[-1].filename}:{frames[-1].lineno}" if frames else type(error).__name__
     names = {f"{kind.__module__}.{kind.__qualname__}" for kind in type(error).__mro__}
-    is_hopeless = isinstance(error, SyntaxError) or "holdfast.errors.UsageError" in names
-    before = read_words(words)
-    told = Words(os.getpid(), place, _describe(error)[:2000], is_hopeless)
+    is_hopeless = isinstance(error, SyntaxError) or not names.isdisjoint(_HOPELESS)
+    before, text = read_words(words), "".join(traceback.format_exception_only(error)).strip()
+    told = Words(os.getpid(), place, text[:2000], is_hopeless, _ROLLBACK in names)
     with suppress(OSError):
         data = json.dumps(told).encode()
         os.pwrite(words, len(data).to_bytes(4, "little") + data, 0)
-    return before is not None and before[1:] == told[1:]
-
-
-def _describe(error: BaseException) -> str:
-    return "".join(traceback.format_exception_only(error)).strip()
+    if told.is_rollback:
+        return text.partition("\n")[0].removeprefix(f"{_ROLLBACK}: ")
+    return f"the same error as before: {text}" if before is not None and before[1:] == told[1:] else ""
 
 
 class Words(NamedTuple):
@@ -225,6 +227,7 @@ class Words(NamedTuple):
     place: str
     text: str
     is_hopeless: bool
+    is_rollback: bool
 
 
 def read_words(words: int) -> Words | None:

@@ -24,11 +24,13 @@ class LastError(NamedTuple):
         place: The error's type, with the file and the line where it was raised: equal failures have equal places.
         text: The type and the message.
         is_hopeless: True if another start can't succeed, as with an error of syntax.
+        is_rollback: True if training has gone back to an earlier step, from which another start goes on.
     """
 
     place: str = ""
     text: str = ""
     is_hopeless: bool = False
+    is_rollback: bool = False
 
 
 class End(NamedTuple):
@@ -63,6 +65,8 @@ class End(NamedTuple):
             return f"killed by {signal.Signals(number).name if known else f'signal {number}'}"
         # The place in the source comes before the text of a SyntaxError, and hints after that of others.
         text = next((line for line in self.failure.text.splitlines() if line and not line[0].isspace()), "")
+        if self.failure.is_rollback:
+            return "went back"
         return f"failed with {text}" if text else f"ended with code {self.code}"
 
     @property
@@ -113,6 +117,8 @@ def decide(ends: Sequence[End], options: Options, *, is_asked: bool) -> RestartV
         return RestartVerdict(False, why=f"it {last.reason}, and would again")
     if options.max_restarts is not None and len(ends) > options.max_restarts:
         return RestartVerdict(False, why=f"it {last.reason}, and --max-restarts {options.max_restarts} are used up")
+    if last.failure.is_rollback:
+        return RestartVerdict(True)  # No failure: training itself refuses to go back to one step again and again.
     if why := _find_loop(ends):
         return RestartVerdict(False, why=why)
     return RestartVerdict(True, _find_pause(ends))
@@ -140,6 +146,9 @@ def _count_without_progress(ends: Sequence[End]) -> int:
     for end in ends:
         if end.run and end.run != run:
             furthest, saved, run = -1, -1, end.run
+        if end.failure.is_rollback:
+            furthest, saved, count = -1, -1, 0  # The next start has to come that far again.
+            continue
         step = -1 if end.step is None else end.step
         count = 0 if step > furthest or end.saved > saved else count + 1
         furthest, saved = max(furthest, step), max(saved, end.saved)

@@ -96,14 +96,17 @@ class TierCopier:
             if hop.fenced is not None:
                 raise hop.fenced
 
-    def note_generation(self, generation: int) -> None:
+    def note_generation(self, generation: int, token: str) -> None:
         """See `StepCopier`."""
         for hop in self._hops:
+            hop.owner = generation, token
             hop.cleaner.generation = generation
 
-    def note_committed(self) -> None:
+    def note_committed(self, name: StepName) -> None:
         """Called when a step is committed in the nearest tier."""
         self._is_left, self._is_written = False, True
+        if self._memory is not None:
+            self._memory.images.note_written(name)
         for hop in self._hops:
             hop.wake()
 

@@ -117,6 +117,7 @@ class Hop:
         progress: The steps that have come there, or are to come.
         seconds: How long the newest copy took; None before one.
         fenced: The error if another job was found to have gone on in this tier.
+        owner: The newest generation that this job has opened, or the leader of it, and its token; None before that.
         cleaner: What removes there what is not kept.
     """
 
@@ -132,6 +133,7 @@ class Hop:
         self.progress = Progress()
         self.seconds: float | None = None
         self.fenced: FencedError | None = None
+        self.owner: tuple[int, str] | None = None
         self._thread: threading.Thread | None = None
         # Steps of which this worker has copied its part, or does so.
         self._begun: dict[StepName, _Pace] = {}
@@ -271,6 +273,9 @@ class Hop:
             if self._tiers.is_full(self._number):
                 raise StorageFullError(f"{self.url} is full")
             raise StorageError(f"{self.url} cannot be reached")
+        if self.owner is not None:
+            # A job that was passed would write what the newer one removes there.
+            self._goal.check_unpassed(*self.owner)
         self._look_once()
         while progress.again:
             if (name := progress.again.pop()) in progress.there:
@@ -322,7 +327,7 @@ class Hop:
             self.progress.note(name, problem="it was removed before it could be copied")
 
     def _open_copier(self, name: StepName) -> RunCopier:
-        copier = RunCopier(self._source, self._goal.storage, self._nearby.takes)
+        copier = RunCopier(self._source, self._goal.storage, self._nearby.takes, self.owner)
         copier.open([name.generation])
         return copier
 

@@ -39,10 +39,13 @@ class ImageOffer(msgspec.Struct, frozen=True):
     Attributes:
         record: Its record, without the index.
         keeper: What keeps it: workers with the same one can read it all.
+        is_written: True if its step was committed in the tier of all workers. If it is gone there, a person has removed
+            it.
     """
 
     record: ImageRecord
     keeper: str
+    is_written: bool
 
 
 class Unwritten(msgspec.Struct, frozen=True):
@@ -76,9 +79,7 @@ def open_memory(
     if memory.problem:
         say(f"nothing is kept in memory: {memory.problem}")
     goal = tiers.nearest if nearby.is_common else tiers.tiers[-1].storage
-    offers = [
-        ImageOffer(msgspec.structs.replace(record, index=b""), memory.keeper) for record in memory.images.list_records()
-    ]
+    offers = list_offers(memory, nearby)
 
     def decide(records: list[bytes]) -> bytes:
         each = [msgspec.json.decode(one, type=tuple[str, list[ImageOffer]]) for one in records]
@@ -103,6 +104,7 @@ def open_memory(
         try:
             copier.open([name.generation])
             copier.copy(name)
+            memory.images.note_written(name)
         except HoldfastError as error:
             say(f"step {name.step} is whole in memory, but it cannot be written: {error.message}")
 
@@ -111,6 +113,19 @@ def open_memory(
     if is_leader and StoredRun(goal).step(name).is_committed():
         inform(f"step {name.step} was in memory only; it is written now")
     return True
+
+
+def list_offers(memory: KeptMemory, nearby: Nearby) -> list[ImageOffer]:
+    """Returns the images that this worker can read."""
+    return [
+        ImageOffer(
+            msgspec.structs.replace(record, index=b""),
+            memory.keeper,
+            # Of machines with disks of their own, one may be gone, and not by a person's wish.
+            nearby.is_common and memory.images.is_written(record),
+        )
+        for record in memory.images.list_records()
+    ]
 
 
 def choose_unwritten(goal: Storage, offers: Sequence[ImageOffer]) -> Unwritten:
@@ -124,6 +139,8 @@ def choose_unwritten(goal: Storage, offers: Sequence[ImageOffer]) -> Unwritten:
     run = StoredRun(goal)
     newest, catalog = max(whole, key=lambda name: (name.generation, name.step, name.attempt)), run.look(closely=True)
     parts = [records[newest][rank] for rank in sorted(records[newest])]
+    if any(offer.is_written for offer in offers if offer.record.name == newest):
+        return Unwritten()
     if newest in catalog.committed or newest.generation != catalog.generation:
         return Unwritten()
     if catalog.newest is not None and newest.step <= catalog.newest.step:
@@ -155,7 +172,7 @@ def main(url: str) -> None:
     tiers = Tiers(HostMemory(), storage)
     assert tiers.memory is not None
     open_memory(tiers, tiers.memory, None, Nearby(), inform)
-    offers = [ImageOffer(record, "") for record in tiers.memory.images.list_records()]
+    offers = list_offers(tiers.memory, Nearby())
     # A run without the images' generation is not there at this moment: its disk may not be mounted.
     generation = StoredRun(storage).look().generation
     is_left = any(offer.record.generation > generation for offer in offers)

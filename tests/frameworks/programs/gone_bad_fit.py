@@ -1,9 +1,10 @@
 """Trains with a framework until the weights are nan from a step on, in three epochs of six steps; it saves each second.
 
-python gone_bad_fit.py PLACE FRAMEWORK ON_NONFINITE BAD_STEP
+python gone_bad_fit.py PLACE FRAMEWORK ON_NONFINITE BAD_STEP[,BAD_STEP...]
 
-BAD_STEP is 0 for none. Each sample has a weight of its own, so the weights tell which samples a step has trained, and
-how often each was trained. Where the weights are nan, the next step but one waits until that is known.
+BAD_STEP is 0 for none; of several, each start takes the next one. Each sample has a weight of its own, so the weights
+tell which samples a step has trained, and how often each was trained. Where the weights are nan, the next step but one
+waits until that is known.
 """
 
 from __future__ import annotations
@@ -22,7 +23,16 @@ import holdfast
 from holdfast.events import Event, NotFinite
 
 SAMPLES, SIZE, EPOCHS, RATE = 24, 4, 3, 0.1
-PLACE, FRAMEWORK, ON_NONFINITE, BAD = *sys.argv[1:4], int(sys.argv[4])
+PLACE, FRAMEWORK, ON_NONFINITE, BAD_STEPS = sys.argv[1:5]
+
+
+def count_starts() -> int:
+    with open(f"{PLACE}.starts", "a+") as starts:  # noqa: PTH123 - it is next to the run, under its name
+        starts.write(".")
+        return starts.tell()
+
+
+BAD = int(BAD_STEPS.split(",")[count_starts() - 1] if "," in BAD_STEPS else BAD_STEPS)
 known = threading.Event()
 
 

@@ -17,7 +17,7 @@ from holdfast.cli.target import choose_step, find_target
 from holdfast.convert.exporter import FILE_BYTES, ExportOptions, export_chosen, export_step
 from holdfast.convert.importer import import_checkpoint
 from holdfast.errors import DamageError, UsageError
-from holdfast.events.kinds import time_text
+from holdfast.numbers import time_text
 from holdfast.process.exit import ending_on
 from holdfast.process.progress import show_progress
 

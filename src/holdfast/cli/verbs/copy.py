@@ -20,8 +20,8 @@ from holdfast.cli.report import Report, name_fields, problem_fields, verb
 from holdfast.cli.screen import BAD, FAINT, GOOD, NOTABLE, counted
 from holdfast.cli.target import MOST_LOOKS, RunTarget, belongs_to_run, choose_step, find_target, no_living, takes_tiers
 from holdfast.errors import NoCheckpointError, UsageError
-from holdfast.events.kinds import size_text, time_text
 from holdfast.format.names import StepName, is_own_file, parse_step_directory
+from holdfast.numbers import size_text, time_text
 from holdfast.process.exit import ending_on
 from holdfast.restore.copying import CopiedStep, CopyOutcome, copy_steps
 from holdfast.storage import Storage

@@ -39,10 +39,9 @@ from holdfast.cli.screen import (
     parse_size,
 )
 from holdfast.errors import DamageError, NoCheckpointError, NotFoundError, StorageError, StorageFullError, UsageError
-from holdfast.events.kinds import size_text, time_text
 from holdfast.format.names import SPARE_NAME
 from holdfast.manager import CheckpointManager
-from holdfast.numbers import span_text
+from holdfast.numbers import size_text, span_text, time_text
 from holdfast.policies import Auto, Latest, SaveMoment
 from holdfast.policies.saving import DEFAULT_MTBF_SECONDS, Bound
 from holdfast.process.exit import ending_on

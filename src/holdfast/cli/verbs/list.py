@@ -42,8 +42,8 @@ from holdfast.cli.report import (
 from holdfast.cli.screen import BAD, FAINT, GOOD, NOTABLE, PLAIN, STRONG, Words, age_text, counted, unspaced
 from holdfast.cli.target import find_run, find_runs, join_place, no_living, open_below, takes_tiers
 from holdfast.errors import NoCheckpointError, UsageError
-from holdfast.events.kinds import size_text
 from holdfast.format.names import StepName
+from holdfast.numbers import size_text
 from holdfast.report.facts import find_places
 from holdfast.restore.read import open_pool
 from holdfast.storage import Storage, open_storage

@@ -9,14 +9,14 @@ from typing import Any, Final, NamedTuple
 
 import click
 
-from holdfast.catalog.ledger import WORDS, RunTimes, StartTimes, sum_up
+from holdfast.catalog.ledger import TIMED, WORDS, RunTimes, StartTimes, sum_up
 from holdfast.catalog.openers import find_owner
 from holdfast.cli.completion import RunPath
 from holdfast.cli.report import COUNT, SHARE, TIME, Column, Kind, Report, verb
 from holdfast.cli.screen import FAINT, GOOD, STRONG, counted
 from holdfast.cli.target import find_run, takes_tiers
 from holdfast.errors import NoCheckpointError, UsageError
-from holdfast.events.kinds import Clocked, Committed, time_text
+from holdfast.numbers import time_text
 from holdfast.report.facts import read_facts
 from holdfast.report.page import render_page
 
@@ -41,7 +41,7 @@ def command(report: Report, run: str, shows_starts: bool) -> None:
     did after its last commit is work lost, or time between starts. A journal goes back some ten thousand saves.
     """
     target = find_run(run)
-    times = sum_up(target.run.read_journal(Clocked, Committed))
+    times = sum_up(target.run.read_journal(*TIMED))
     report.fields = _make_document(target.storage.url, times)
     if not times.starts:
         report.error = NoCheckpointError(
@@ -90,8 +90,8 @@ def _remark(report: Report, times: RunTimes, *, is_running: bool) -> None:
         since = max(time.time() - times.starts[-1].ended_at_unix_seconds, 0.0)
         back = f", and {time_text(times.return_seconds)} to be back" if times.return_seconds is not None else ""
         report.line(f"A failure now would cost {time_text(since)} of work{back}.")
-    if advice := times.describe_interval():
-        report.line(advice)
+    for text in filter(None, (times.describe_interval(), times.describe_slowest())):
+        report.line(text)
 
 
 def _make_document(url: str, times: RunTimes) -> dict[str, Any]:
@@ -105,6 +105,7 @@ def _make_document(url: str, times: RunTimes) -> dict[str, Any]:
         "return_seconds": times.return_seconds,
         "failure_seconds": times.failure_seconds,
         "starts": [one._asdict() for one in times.starts],
+        "workers": [one._asdict() for one in times.workers],
     }
 
 

@@ -18,8 +18,8 @@ from holdfast.cli.report import Report, name_fields, problem_fields, verb
 from holdfast.cli.screen import BAD, FAINT, GOOD, NOTABLE, counted
 from holdfast.cli.target import MOST_LOOKS, RunTarget, choose_step, find_target, no_living
 from holdfast.errors import UsageError
-from holdfast.events.kinds import size_text, time_text
 from holdfast.format.names import COMMITTED_NAME, StepName
+from holdfast.numbers import size_text, time_text
 from holdfast.process.progress import show_progress
 from holdfast.restore.verify import Checked, CheckOutcome, CheckVerdict, judge_step
 

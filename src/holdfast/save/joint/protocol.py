@@ -142,6 +142,7 @@ class PartRecord(msgspec.Struct, frozen=True, omit_defaults=True):
         object_set: The digest of its objects.
         nonfinite: The first leaves that are not finite here and not exempt.
         nonfinite_count: How many there are.
+        blocked_seconds, background_seconds: How long it took, as in `PartsWritten`.
     """
 
     worker: WorkerRecord
@@ -155,6 +156,8 @@ class PartRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     object_set: ObjectSetDigest = ObjectSetDigest()
     nonfinite: tuple[str, ...] = ()
     nonfinite_count: int = 0
+    blocked_seconds: float = 0.0
+    background_seconds: float = 0.0
 
 
 class EndRecord(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -22,7 +22,7 @@ from holdfast.cluster.peers import Failure, make_sendable
 from holdfast.cluster.polling import SOME_KEYS, poll
 from holdfast.cluster.protocol import ANSWER_SECONDS
 from holdfast.errors import ClusterError, HoldfastError, NotFoundError, PeerError, UsageError
-from holdfast.events import Diverged, Sink, Warned
+from holdfast.events import Diverged, PartsWritten, Sink, Warned
 from holdfast.format.digests import seal
 from holdfast.format.names import StepName
 from holdfast.format.records import Base, Manifest, Reference
@@ -59,6 +59,7 @@ _COURTESY_SECONDS: Final = 1.0
 
 _MOST_NAMED: Final = 100
 _MOST_NONFINITE: Final = 100
+_MOST_TIMED: Final = 32
 """How many differing tensors are named in one save. Once replicas have diverged, everything differs."""
 
 
@@ -189,6 +190,8 @@ class JointRunWriter(CheckpointWriter):
             values=receipts.values,
             nonfinite=tuple(found[:_MOST_NONFINITE]),
             nonfinite_count=len(found),
+            blocked_seconds=receipts.blocked_seconds,
+            background_seconds=receipts.background_seconds,
         )
 
     def _find_nonfinite(self, receipts: Receipts) -> list[str]:
@@ -244,6 +247,7 @@ class JointRunWriter(CheckpointWriter):
         protocol.agree()
         manifest = self._own.commit(together, name, metrics, metadata)
         protocol.report_committed("" if self.copier is None else seal(manifest).decode())
+        self._emit(describe_parts(name, parts))
         self._warn(name, find_apart([part.positions for part in parts]), divergences)
         return manifest
 
@@ -369,6 +373,20 @@ class JointRunWriter(CheckpointWriter):
         dead = self._peers.failures.dead
         ending.ranks = {rank for rank in ending.ranks if rank not in dead and not ending.protocol.has_left(rank)}
         return bool(ending.ranks)
+
+
+def describe_parts(name: StepName, parts: Sequence[PartRecord]) -> PartsWritten:
+    """**Pure.** Returns how long the workers took, those that took longest first."""
+    ranks = sorted(range(len(parts)), key=lambda rank: -parts[rank].background_seconds)[:_MOST_TIMED]
+    slowest = [parts[rank] for rank in ranks]
+    return PartsWritten(
+        step=name.step,
+        generation=name.generation,
+        ranks=tuple(ranks),
+        blocked_seconds=tuple(part.blocked_seconds for part in slowest),
+        background_seconds=tuple(part.background_seconds for part in slowest),
+        size_bytes=tuple(part.worker.data_bytes + part.worker.index_bytes for part in slowest),
+    )
 
 
 def put_together(parts: Sequence[PartRecord]) -> Receipts:
