@@ -142,13 +142,13 @@ BUDGETS = {
     # What runs beside a trainer: supervisor, spare and clients, the page that it writes for them, and the watchdog.
     "supervise": 2812,
     # The protocol, memory, and local directories that survive a crash.
-    "storage": 4476,
+    "storage": 4505,
     # The copies of each step in farther tiers, and the start of workers whose first tiers differ.
     "tiering": 1275,
     # Contracts for storages and clusters of others.
     "testing": 1169,
     # The run, its loop, the handler, the state of workers.
-    "training": 3266,
+    "training": 3267,
     # The ring of repeated steps.
     "witness": 652,
 }
