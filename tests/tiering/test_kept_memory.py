@@ -60,6 +60,20 @@ with hf.CheckpointManager(places, hf.Checkpoint(state=state), sinks=sinks, keep=
 """
 
 
+RUN = """
+import os, sys
+import numpy as np
+import holdfast as hf
+
+state = {"w": np.zeros(300_000)}
+with hf.resumable(hf.Tiers(hf.HostMemory(), "run"), state=state, save_every=hf.Steps(1)) as run:
+    for step in run.steps(6):
+        state["w"][:] += 1
+        if step == int(sys.argv[1]):
+            os.kill(os.getpid(), 9)
+"""
+
+
 @pytest.fixture(autouse=True)
 def user(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A machine of its own: what keeps memory is found in the user's directory, whose path must be short."""
@@ -152,6 +166,15 @@ def test_a_step_that_a_person_has_removed_does_not_come_back_from_memory() -> No
     # It was written by a start, and not by the process that had saved it.
     shutil.rmtree("run/step-000000006.g0003")
     assert finish(5, 0)[0][0].startswith("restored 5")
+
+
+def test_the_line_of_a_restart_says_where_it_was_read_from(place: Path) -> None:
+    Path("train.py").write_text(RUN)
+    finish(4)
+    assert re.search(r"resumed run at step \d \(saved [^,]*, read from memory", finish(9)[1])
+    with hf.resumable(hf.Tiers("run", "far"), state={"w": np.zeros(300_000)}) as run:
+        assert run.restored is not None
+        assert run.restored.tiers == (str(place / "run"),)
 
 
 def test_nothing_is_left_after_a_normal_end(user: Path, place: Path) -> None:

@@ -511,6 +511,16 @@ def test_wrong_tiers_are_refused(tmp_path: Path) -> None:
         hf.Tiers(tmp_path / "a", hf.Tiers(tmp_path / "b", tmp_path / "c"))
     with pytest.raises(OutOfRangeError):
         hf.Tier(tmp_path, every=0)
+    misused: list[tuple[Callable[..., object], tuple[object, ...], str]] = [
+        (hf.HostMemory, (60,), r"HostMemory\(keep_seconds=60\)"),
+        (hf.Tier, ("a", 3), r"Tier\('a', keep=3\)"),
+        (hf.Tiers, (["a", "b"],), r'Tiers\("/nvme/run", "s3://bucket/run"\)'),
+        (hf.open_storage, (hf.Tier("a"),), r'Tiers\("/nvme/run", "s3://bucket/run"\)'),
+    ]
+    for call_it, arguments, hint in misused:
+        with pytest.raises(UsageError) as caught:
+            call_it(*arguments)
+        assert re.search(hint, caught.value.hint)
 
 
 def test_a_wait_for_a_wrong_tier(near: Path, far: Path, tmp_path: Path, start: Callable[..., Job]) -> None:

@@ -131,13 +131,15 @@ def restore_objects(
     if trial.passing is not None:
         for text in trial.passing.problems:
             emit(Warned(step=name.step, text=text))
+    tiered: Any = storage
+    tiers = tiered.take_sources() if storage.traits.has_tiers else ()
     emit(
         Restored(
             step=name.step,
             generation=name.generation,
             blocked_seconds=seconds,
             size_bytes=trial.size_bytes,
-            tiers=_list_sources(storage),
+            tiers=tiers,
         )
     )
     return Restoration(
@@ -152,6 +154,7 @@ def restore_objects(
         path=f"{storage.url.rstrip('/')}/{name.directory}",
         size_bytes=trial.size_bytes,
         seconds=seconds,
+        tiers=tiers,
     )
 
 
@@ -302,11 +305,6 @@ def _restore_first_whole(request: _Request, candidates: _Candidates, agreement: 
             raise
         touched = trial.touched
     raise _no_whole(request.storage, candidates.step, tuple(candidates.damages.values()), touched)
-
-
-def _list_sources(storage: Any) -> tuple[str, ...]:
-    """Returns the tiers from which data were read since the last call."""
-    return storage.take_sources() if storage.traits.has_tiers else ()
 
 
 def _try_elsewhere(storage: Any, damage: DamageError, agreement: Agreement) -> bool:

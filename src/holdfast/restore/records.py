@@ -133,6 +133,7 @@ class Restoration:
         path: The directory of the checkpoint, or its equivalent in another storage.
         size_bytes: The size of what was read and checked.
         seconds: How long it took.
+        tiers: Of a run in tiers, where this worker read it: their URLs, and `memory`.
     """
 
     step: int
@@ -146,6 +147,7 @@ class Restoration:
     path: str = ""
     size_bytes: int = 0
     seconds: float = 0.0
+    tiers: tuple[str, ...] = ()
 
     @property
     def workers(self) -> int:

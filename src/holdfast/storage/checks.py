@@ -6,8 +6,10 @@ import errno
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import fields
+from functools import wraps
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, TypeVar
 
 from holdfast.errors import DamageError, NotFoundError, StorageError, StorageFullError, UsageError
 from holdfast.format.index import round_up
@@ -21,6 +23,27 @@ MAX_PATH_BYTES: Final = 1024
 """The longest key of an object store; most file systems allow more."""
 
 TEMPORARY_SUFFIX: Final = ".tmp"
+
+_C = TypeVar("_C")
+
+
+def taking_options_by_name(cls: type[_C]) -> type[_C]:
+    """Lets a dataclass say how to write an option that was passed without its name. A number alone says little."""
+    init: Any = cls.__init__
+    places = [one.name for one in fields(cls) if one.init and not one.kw_only]  # type: ignore[arg-type]
+    option = next(one.name for one in fields(cls) if one.kw_only)  # type: ignore[arg-type]
+
+    @wraps(init)
+    def check(self: _C, *given: object, **named: object) -> None:
+        if len(given) > len(places):
+            shown = [*map(repr, given[: len(places)]), f"{option}={given[len(places)]!r}"]
+            raise UsageError(
+                f"{cls.__name__} takes its options by name", hint=f"For example {cls.__name__}({', '.join(shown)})."
+            )
+        init(self, *given, **named)
+
+    cls.__init__ = check  # type: ignore[assignment]
+    return cls
 
 
 def plain_path(text: str) -> str:

@@ -17,6 +17,7 @@ from typing import Final
 
 from holdfast.format.names import StepName
 from holdfast.numbers import check_whole
+from holdfast.storage.checks import taking_options_by_name
 from holdfast.storage.kept_images import ImageRecord, KeptImage, KeptImages
 from holdfast.supervise.client import find_own_place
 from holdfast.supervise.keeper import PATIENCE_SECONDS
@@ -28,6 +29,7 @@ _SHARE: Final = 0.9
 """Of the free memory the images take at most so much: other programs, and the page cache, need some."""
 
 
+@taking_options_by_name
 @dataclass(frozen=True)
 class HostMemory:
     """The host memory of this machine as the first of `Tiers`: the newest saves survive the training process there.

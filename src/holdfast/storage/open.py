@@ -65,6 +65,8 @@ def open_storage(location: str | os.PathLike[str] | Storage, **options: Any) -> 
             return location
         if type(location).__name__ == "HostMemory" or getattr(location, "__name__", "") == "HostMemory":
             hint = 'HostMemory() is the first of tiers: pass Tiers(HostMemory(), "/nvme/run")'
+        if isinstance(location, list | tuple) or type(location).__name__ == "Tier":
+            hint = 'several places, nearest first, are Tiers("/nvme/run", "s3://bucket/run")'
         raise UsageError(f"expected the location of a storage, got {type(location).__name__}", hint=hint)
     text = os.fspath(location)
     found = _SCHEME.match(text)

@@ -38,6 +38,7 @@ from holdfast.format.names import (
 from holdfast.numbers import check_whole
 from holdfast.policies import RetentionPolicy, read_keep
 from holdfast.process.terminal import inform
+from holdfast.storage.checks import taking_options_by_name
 from holdfast.storage.kept_images import KeptImages
 from holdfast.storage.kept_memory import HostMemory, KeptMemory
 from holdfast.storage.open import open_storage
@@ -56,6 +57,7 @@ _MOST_GAP: Final = 1_000_000
 _T = TypeVar("_T")
 
 
+@taking_options_by_name
 @dataclass(frozen=True)
 class Tier:
     """One place of a run in tiers.

@@ -131,10 +131,11 @@ class Announcements:
         # Of another number of workers there is a warning already.
         is_shared = restored.workers == self._worker.world_size > 1
         by = f" by {restored.workers} workers" if is_shared else ""
+        tiers = f", read from {' and '.join(map(name_place, restored.tiers))}" if restored.tiers else ""
         again = f"; {lost} steps done after that are repeated" if lost else ""
         if lost == "1":
             again = "; 1 step done after that is repeated"
-        return f"resumed {self.place} {where} (saved {ago}{by}{again})" + (f", {rhythm}" if rhythm else "")
+        return f"resumed {self.place} {where} (saved {ago}{by}{tiers}{again})" + (f", {rhythm}" if rhythm else "")
 
     def _warn_of_changes(self, restored: Restoration, changes: Mapping[str, HyperparameterChange]) -> None:
         """Warns, even if this is quiet, of what was not restored; on the leader, of values other than the script's."""
