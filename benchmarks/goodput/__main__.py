@@ -133,9 +133,12 @@ def compare(
     """
     steps, known = read_steps(notes), times.shares
     first = [min((at for at, _ in steps if at > moment), default=moment) for moment in (begun, *deaths)]
-    away = sum(at - moment for at, moment in zip(first, (begun, *deaths), strict=True))
+    took = [(step, later - at, later in first) for (at, _), (later, step) in pairwise(steps)]
+    # Of the first step after a death, what it took longer than others is time away.
+    pace = median(seconds for _, seconds, is_first in took if not is_first)
+    away = sum(max(at - moment - pace, 0.0) for at, moment in zip(first, (begun, *deaths), strict=True))
     # A step that was done again counts for as long as it took the first time.
-    lasted = [(step, later - at) for (at, _), (later, step) in pairwise(steps) if later not in first]
+    lasted = [(step, pace if is_first else seconds) for step, seconds, is_first in took]
     last = {step: number for number, (step, _) in enumerate(lasted)}
     again = sum(seconds for number, (step, seconds) in enumerate(lasted) if last[step] != number)
     recorded = {

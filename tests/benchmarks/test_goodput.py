@@ -46,9 +46,9 @@ def test_a_turn_is_compared_with_what_the_run_has_recorded() -> None:
         **kept,
     )
     shares = compare("\n".join(notes), [4.5], 0.0, 8.0, sum_up([first, second]))
-    # Step 3 was done twice; that step 2 was done again is time away, as it is the first one after the death.
+    # Steps 2 and 3 were done twice. Half a second of what came after the death was not the step that followed.
     assert {name: noted for name, (noted, _) in shares.items()} == {
-        "away": 2.5 / 8, "done again": 1 / 8, "training and saves": 4.5 / 8, "in all": 1.0,
+        "away": 0.5 / 8, "done again": 2 / 8, "training and saves": 5.5 / 8, "in all": 1.0,
     }  # fmt: skip
     assert sum(recorded for name, (_, recorded) in shares.items() if name != "in all") == shares["in all"][1] == 1.0
     way = next(iter(WAYS))
