@@ -13,14 +13,19 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from itertools import cycle, islice, pairwise
 from pathlib import Path
 from statistics import median
+from types import MappingProxyType
 from typing import Final, NamedTuple
 
 import click
 
 from benchmarks.harness.turns import in_turn
+from holdfast.catalog import StoredRun
+from holdfast.catalog.ledger import TIMED, RunTimes, sum_up
+from holdfast.storage import LocalStorage
 
 _PROGRAM: Final = Path(__file__).with_name("program.py")
 _WIDTH: Final = 2088
@@ -75,7 +80,7 @@ class Figures(NamedTuple):
         again: The steps that were done again, at that pace.
         back: From each death to the first new step.
         read: Each restore, after the first start.
-        step: The median of a step.
+        shares: How the whole time divides, as noted and as the run itself has recorded it; of holdfast alone.
     """
 
     total: float
@@ -83,6 +88,7 @@ class Figures(NamedTuple):
     again: float
     back: list[float]
     read: list[float]
+    shares: Mapping[str, tuple[float, float]] = MappingProxyType({})
 
 
 def read_steps(notes: str) -> list[tuple[float, int]]:
@@ -108,6 +114,41 @@ def read_notes(notes: str, deaths: list[float], end: float, pace: float) -> Figu
     done = len({step for step in counted if step > furthest})
     back = [min((at for at, _ in steps if at > death), default=end) - death for death in deaths]
     return Figures(end - deaths[0], done * pace, (len(counted) - done) * pace, back, reads)
+
+
+def compare(
+    notes: str, deaths: list[float], begun: float, wall: float, times: RunTimes
+) -> dict[str, tuple[float, float]]:
+    """**Pure.** Compares what the programs of a whole turn have noted with what `holdfast stats` says of the run.
+
+    Args:
+        notes: Their file.
+        deaths: When they were killed.
+        begun: When the first one was started.
+        wall: How long it was until the last one had ended, in seconds.
+        times: The times that the run has recorded.
+
+    Returns:
+        The share of each in the time that passed, as noted and as recorded.
+    """
+    steps, known = read_steps(notes), times.shares
+    first = [min((at for at, _ in steps if at > moment), default=moment) for moment in (begun, *deaths)]
+    took = [(step, later - at, later in first) for (at, _), (later, step) in pairwise(steps)]
+    # Of the first step after a death, what it took longer than others is time away.
+    pace = median(seconds for _, seconds, is_first in took if not is_first)
+    away = sum(max(at - moment - pace, 0.0) for at, moment in zip(first, (begun, *deaths), strict=True))
+    # A step that was done again counts for as long as it took the first time.
+    lasted = [(step, pace if is_first else seconds) for step, seconds, is_first in took]
+    last = {step: number for number, (step, _) in enumerate(lasted)}
+    again = sum(seconds for number, (step, seconds) in enumerate(lasted) if last[step] != number)
+    recorded = {
+        "away": known.away + known.setup + known.restore,
+        "done again": known.lost,
+        "training and saves": known.train + known.evaluate + known.data + known.save + known.leave,
+        "in all": sum(known),
+    }
+    noted = {"away": away, "done again": again, "training and saves": wall - away - again, "in all": wall}
+    return {name: (seconds / wall, recorded[name] / wall) for name, seconds in noted.items()}
 
 
 def measure_pace(place: Path, width: int, seconds: float) -> float:
@@ -151,6 +192,7 @@ def play(way: Way, place: Path, width: int, lives: list[float], pace: float) -> 
         command = [*(way.launcher or [sys.executable]), *words]
         return subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL)
 
+    first, first_at = time.monotonic(), time.time()
     process = start()
     deaths: list[float] = []
     try:
@@ -169,7 +211,11 @@ def play(way: Way, place: Path, width: int, lives: list[float], pace: float) -> 
     finally:
         process.send_signal(signal.SIGTERM)
         process.wait()
-    return read_notes(notes.read_text(), deaths[way.unmeasured :], end, pace)
+    figures = read_notes(notes.read_text(), deaths[way.unmeasured :], end, pace)
+    if way.workers > 1 or way.kind in ("torch", "dcp"):
+        return figures
+    times = sum_up(StoredRun(LocalStorage(place / "run")).read_journal(*TIMED))
+    return figures._replace(shares=compare(notes.read_text(), deaths, first, time.time() - first_at, times))
 
 
 def _wait_step(notes: Path, process: subprocess.Popen[bytes], deaths: int) -> None:
@@ -204,6 +250,17 @@ def render(found: dict[str, list[Figures]]) -> str:
     return "\n".join(lines)
 
 
+def render_shares(found: dict[str, list[Figures]]) -> str:
+    """**Pure.** A table of the shares that the run itself has recorded, beside those that the programs have noted."""
+    lines = ["| Way | Time | Noted | `holdfast stats` | Apart |", "|---|---|---|---|---|"]
+    for name, turns in found.items():
+        for one in turns:
+            for kind, (noted, recorded) in one.shares.items():
+                apart = f"{abs(recorded - noted) * 100:.2f} points"
+                lines.append(f"| {WAYS[name].title} | {kind} | {noted:.2%} | {recorded:.2%} | {apart} |")
+    return "\n".join(lines)
+
+
 @click.command()
 @click.option("--scale", default=1.0, show_default=True, help="Make the model and the times smaller, for a look.")
 @click.option("--rounds", default=1, show_default=True, help="How many turns each way has.")
@@ -231,7 +288,7 @@ def main(scale: float, rounds: int, kills: int, ways: tuple[str, ...], seed: int
                     f"{median(figures.back):.2f} s, load {os.getloadavg()[0]:.1f}",
                     err=True,
                 )
-    click.echo(render(found))
+    click.echo(f"{render(found)}\n\n{render_shares(found)}")
 
 
 if __name__ == "__main__":

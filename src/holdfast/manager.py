@@ -496,9 +496,9 @@ class CheckpointManager:
 
     def __repr__(self) -> str:
         own, busy = self._engine.newest, self.lineage.in_flight
-        steps = [*tuple(self.lineage.steps), *([] if own is None else [own.name.step])]
-        notes = [f"newest step {max(steps)}" if steps else "nothing saved yet"]
-        if busy is not None and busy.step not in steps:
+        newest = max(self.lineage.newest, -1 if own is None else own.name.step)
+        notes = ["nothing saved yet" if newest < 0 else f"newest step {newest}"]
+        if busy is not None and busy.step != newest and busy.step not in self.lineage.steps:
             notes.append(f"step {busy.step} {busy.request.state}")
         notes += ["closed"] if self._calls.is_closed else []
         return f"<CheckpointManager of {self.url}: {', '.join(notes)}>"

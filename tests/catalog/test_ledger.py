@@ -10,6 +10,7 @@ import time
 from importlib.util import find_spec
 from pathlib import Path
 
+import msgspec
 import pytest
 
 import preloaded
@@ -137,6 +138,18 @@ def test_the_times_and_sizes_of_each_worker_are_in_stats_and_report(tmp_path: Pa
     assert [(one["rank"], one["saves"]) for one in shown] == [(0, 4), (1, 4)]
     assert sum(one["last"] for one in shown) == 4
     assert "rank 1 is durable after " in render_page(read_facts(run.storage, "run"))
+
+
+def test_what_the_first_step_takes_longer_is_set_up() -> None:
+    event = msgspec.structs.replace(
+        clocked(0.0, 34.0, 0, 21), first_step_seconds=10.0
+    )  # 30 s in 21 steps, 20 after it.
+    (start,) = sum_up([event]).starts
+    assert (start.setup, start.train) == (11.0, 21.0)
+    assert sum(sum_up([event]).shares) == 34.0
+    # And the pace at which work is done twice is that of the others.
+    again = msgspec.structs.replace(clocked(40.0, 74.0, 16, 37, repeated=5), first_step_seconds=10.0)
+    assert sum_up([event, again]).starts[1].lost == 5.0
 
 
 def test_steps_that_were_recorded_and_lost_do_not_count_twice() -> None:

@@ -100,7 +100,7 @@ BUDGETS = {
     # A table of rules and four moments.
     "advice": 1507,
     # A stored run: listing, history, fence, commit, survey, deletion, removal.
-    "catalog": 3299,
+    "catalog": 3312,
     # Ten verbs, each with one report for a page, a pipe and JSON.
     "cli": 4926,
     # Joining, the store, failures of workers, a barrier.
@@ -136,11 +136,11 @@ BUDGETS = {
     # Candidates, one plan of pieces, resharding, verification, copies in another place.
     "restore": 3043,
     # Request, attempt, image, files, and the conversation of several workers.
-    "save": 6431,
+    "save": 6438,
     # A tree of objects taken apart, captured, and matched.
     "state": 7450,
     # What runs beside a trainer: supervisor, spare and clients, the page that it writes for them, and the watchdog.
-    "supervise": 2822,
+    "supervise": 2848,
     # The protocol, memory, and local directories that survive a crash.
     "storage": 4530,
     # The copies of each step in farther tiers, and the start of workers whose first tiers differ.
@@ -148,7 +148,7 @@ BUDGETS = {
     # Contracts for storages and clusters of others.
     "testing": 1169,
     # The run, its loop, the handler, the state of workers.
-    "training": 3267,
+    "training": 3273,
     # The ring of repeated steps.
     "witness": 652,
 }

@@ -15,6 +15,7 @@ from holdfast.catalog import StoredRun
 from holdfast.errors import FencedError, SaveFailedError
 from holdfast.format.names import StepName
 from holdfast.format.records import ALONE
+from holdfast.policies import RetentionPolicy
 from holdfast.storage import Entry, open_storage, register_scheme
 from holdfast.storage.memory import MemoryReader
 from object_storage import ObjectStorage
@@ -163,15 +164,39 @@ def test_requests_of_a_save_do_not_grow_with_the_history(storage: ObjectStorage)
     with manager_of(storage, array, keep=hf.All()) as manager:
         save_steps(manager, array, range(1, 3))
         storage.requests.clear()
-        save_steps(manager, array, range(3, 25))
-        assert storage.requests == [*begin, "list", "write"] * 22
+        save_steps(manager, array, range(3, 15))
+        assert storage.requests == [*begin, "list", "write"] * 12
+        # What a later job needs of many steps is in one object, written once for some saves.
+        save_steps(manager, array, range(15, 25))
+        assert storage.requests.count("publish") == 22 + 1
     with manager_of(storage, array, keep=hf.Latest(2)) as manager:
         manager.restore()
         save_steps(manager, array, range(25, 27))
         storage.requests.clear()
         save_steps(manager, array, range(27, 29))
         assert storage.requests == [*begin, "list", "write", *removal] * 2
-    assert not any("summary" in one.name for one in storage.list("generations"))
+
+
+@pytest.mark.parametrize("keep", [hf.All(), hf.Latest(3) | hf.EveryN(1)], ids=repr)
+def test_requests_of_a_new_job_do_not_grow_with_the_history(keep: RetentionPolicy) -> None:
+    def count(kept: int, jobs: int) -> list[int]:
+        storage, array = ObjectStorage("run"), np.zeros(LENGTH)
+        for number in range(jobs):
+            with manager_of(storage, array, keep=hf.All()) as manager:
+                save_steps(manager, array, range(number * kept // jobs + 1, (number + 1) * kept // jobs + 1))
+        storage.requests.clear()
+        with manager_of(storage, array, keep=keep) as manager:
+            manager.restore()
+            opened = len(storage.requests)
+            save_steps(manager, array, range(kept + 1, kept + 2))
+        counts = [opened, len(storage.requests) - opened]
+        assert check_whole(storage)[-1] == kept + 1
+        return counts
+
+    # The newest steps and jobs, which are not summed up yet, are some more or fewer.
+    for opened, saved in (count(40, 20), count(160, 20), count(160, 80)):
+        assert opened < 30
+        assert saved < 80
 
 
 def test_prune_and_verify_open_it_by_its_url(storage: ObjectStorage) -> None:

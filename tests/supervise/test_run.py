@@ -137,6 +137,37 @@ step()""")
     )
 
 
+@pytest.mark.parametrize(
+    ("end", "codes"),
+    [
+        ("print('more', flush=True)", (1, 120)),  # The second one, if Python cannot write it at the end, either.
+        ("print('more')", (120,)),
+        ("signal.signal(signal.SIGPIPE, signal.SIG_DFL); print('more', flush=True)", (141,)),
+    ],
+    ids=["error", "at_the_end", "signal"],
+)
+def test_a_program_whose_output_is_read_no_more_is_not_started_again(end: str, codes: tuple[int, ...]) -> None:
+    write(f"import signal\nprint('out', flush=True)\nPath('ready').touch()\nsys.stdin.read()\n{end}")
+    with subprocess.Popen([*RUN, "train.py"], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"out\n"
+        process.stdout.close()
+        assert process.stdin is not None
+        process.stdin.close()
+        assert process.wait(timeout=60) in codes
+    assert count_starts() == 1
+
+
+def test_a_broken_pipe_elsewhere_is_a_failure_like_others() -> None:
+    write("""
+import socket
+ours, theirs = socket.socketpair()
+theirs.close()
+if count == 1:
+    ours.sendall(b"lost")""")
+    assert (run().returncode, count_starts()) == (0, 2)
+
+
 def test_after_an_error_of_syntax_it_is_not_started_again() -> None:
     write("def step(:\n    pass")
     done = run()

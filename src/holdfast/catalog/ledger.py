@@ -35,7 +35,7 @@ class StartTimes(NamedTuple):
         away: Between the last record of the start before and this start, without `lost`.
         lost: The work that was done twice, as it was not saved: estimated by the steps that this start has repeated.
         repeated_seconds: The part of `lost` that is in the time of this start; the rest is in the gap before it.
-        setup: Imports, and all else before the restore.
+        setup: Imports, all else before the restore, and what the first step takes longer than others.
         restore: The restore.
         train: Steps, and the program's own code.
         evaluate: Evaluations.
@@ -218,13 +218,18 @@ def _sum_up_workers(saves: Iterable[PartsWritten]) -> tuple[WorkerTimes, ...]:
 def _describe(event: Clocked, before: StartTimes | None) -> StartTimes:
     """**Pure.** Describes one start, and the gap before it."""
     away = lost = again = 0.0
+    # The first step imports and compiles: what it takes longer than others is a part of the set-up.
+    steps, first = event.step - event.first_step, min(max(event.first_step_seconds, 0.0), event.train_seconds)
+    trained = event.train_seconds + event.data_seconds - first
+    pace = trained / (steps - 1) if first and steps > 1 else (trained + first) / max(steps, 1)
+    slow = max(first - pace, 0.0) if steps > 1 else 0.0
+    train = event.train_seconds - slow
     if before is not None:
         away = max(event.begun_at_unix_seconds - before.ended_at_unix_seconds, 0.0)
-        pace = (event.train_seconds + event.data_seconds) / max(event.step - event.first_step, 1)
         # What was done before a record is in the time of that start, and what was done after it in the gap.
         unrecorded = min(max(event.first_step + event.repeated_steps - before.step, 0), event.repeated_steps)
         lost = min(unrecorded * pace, away)
-        again = min((event.repeated_steps - unrecorded) * pace, event.train_seconds)
+        again = min((event.repeated_steps - unrecorded) * pace, train)
     return StartTimes(
         begun_at_unix_seconds=event.begun_at_unix_seconds,
         ended_at_unix_seconds=event.at_unix_seconds,
@@ -232,9 +237,9 @@ def _describe(event: Clocked, before: StartTimes | None) -> StartTimes:
         lost=max(lost + again, 0.0),
         repeated_seconds=max(again, 0.0),
         # A journal may be damaged, or not to be trusted.
-        setup=max(event.setup_seconds, 0.0),
+        setup=max(event.setup_seconds, 0.0) + slow,
         restore=max(event.restore_seconds, 0.0),
-        train=max(event.train_seconds - max(again, 0.0), 0.0),
+        train=max(train - max(again, 0.0), 0.0),
         evaluate=max(event.evaluate_seconds, 0.0),
         data=max(event.data_seconds, 0.0),
         save=max(event.save_seconds, 0.0),

@@ -62,6 +62,7 @@ class Catalog(msgspec.Struct, frozen=True):
         faults: Records of generations that could not be read.
         spare_bytes: The size of the spare file that a job reuses for its next save; None if there is none.
         bases: The bases of the generations that recorded one.
+        without_copy: The committed steps that have no copy of their manifest; None where a listing does not show it.
     """
 
     committed: tuple[StepName, ...]
@@ -73,6 +74,7 @@ class Catalog(msgspec.Struct, frozen=True):
     faults: tuple[DamageError, ...]
     spare_bytes: int | None
     bases: Mapping[int, Base] = msgspec.field(default_factory=dict)
+    without_copy: tuple[StepName, ...] | None = None
 
     @property
     def newest(self) -> StepName | None:
@@ -181,7 +183,7 @@ class StoredRun:
         avoid looking into thousands of directories, the newest generation's summary is trusted about old steps. Reading
         such a step shows whether its manifest still exists.
 
-        If the storage lists deep, one listing says of every directory what is in it, and no summary is trusted.
+        If the storage lists deep, one listing says of every directory what is in it, and no summary is trusted of that.
 
         A running job may commit a step that is not in the list of directories yet, and then remove one that is, before
         that one is looked into. Or a new job may begin from a step that is not in the list yet. So if a directory has
@@ -211,6 +213,10 @@ class StoredRun:
                 break
             known = frozenset(names)
         living = choose_living(committed, bases)
+        without_copy: tuple[StepName, ...] | None = None
+        if files is not None:
+            history.trusted = frozenset()  # The listing has looked into each of them.
+            without_copy = tuple(name for name in committed if COMMITTED_NAME not in files[name.directory])
         if living and living[-1] in history.trusted and not self.step(living[-1]).is_committed():
             # No summary vouches for the newest step when it is written, so that others have been removed since.
             return self.look(closely=True)
@@ -232,6 +238,7 @@ class StoredRun:
                 (one.size_bytes for one in entries if one.name == SPARE_NAME and not one.is_directory), None
             ),
             bases=bases,
+            without_copy=without_copy,
         )
 
     def list_generations(self) -> list[int]:

@@ -102,7 +102,8 @@ class Summarizer:
         history = self._history
         with suppress(HoldfastError):
             new = self._list_old(catalog, going).difference(history.believed, self._left_out)
-            self._looks += len(new.difference(history.trusted))
+            if not self._run.storage.traits.lists_deep:
+                self._looks += len(new.difference(history.trusted))
             summed_up = {base.generation for base in (history.summary.bases if history.summary else ())}
             if len(new) >= _BATCH or self._looks >= _LOOKS or len(catalog.bases.keys() - summed_up) > FEW:
                 self._sum_up(catalog, generation, going)

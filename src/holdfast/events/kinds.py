@@ -536,14 +536,13 @@ class Clocked(Event, frozen=True):
 
     Attributes:
         begun_at_unix_seconds: When the process began. The sums are those of worker 0 since then.
-        setup_seconds: All before the restore, such as imports.
-        restore_seconds: The restore.
+        setup_seconds, restore_seconds: All before the restore, such as imports; and the restore.
         train_seconds: Steps, and the program's own code.
         data_seconds: Waits for data, as far as holdfast sees them.
         save_seconds: The time for which saves stopped training.
         leave_seconds: The end, with the last save.
-        first_step: How many steps were complete when it began.
-        step: How many are complete now.
+        first_step, step: How many steps were complete when it began, and how many are now.
+        first_step_seconds: The part of `train_seconds` until the first of them was complete; 0 if it is not known.
         repeated_steps: How many of those that it has done an earlier start had done, too.
         is_last: True if the run was left, and is not to be expected to go on.
         evaluate_seconds: Evaluations that are marked.
@@ -561,10 +560,11 @@ class Clocked(Event, frozen=True):
     repeated_steps: int = 0
     is_last: bool = False
     evaluate_seconds: float = 0.0
+    first_step_seconds: float = 0.0
 
     def __str__(self) -> str:
-        whole, train = self.at_unix_seconds - self.begun_at_unix_seconds, self.train_seconds
-        return f"step {self.step}: {time_text(train)} of training in the {time_text(whole)} since the start"
+        whole = time_text(self.at_unix_seconds - self.begun_at_unix_seconds)
+        return f"step {self.step}: {time_text(self.train_seconds)} of training in the {whole} since the start"
 
 
 AnyEvent: TypeAlias = (

@@ -79,6 +79,7 @@ class Lineage:
     Attributes:
         origin: Where the next generation begins.
         steps: The committed steps.
+        newest: The newest of them; -1 for none.
         pace: Measures the steps of training.
         newest_asked: The newest step that was restored, or saved or attempted to be; -1 for none.
         in_flight: The save whose result is not known here yet, or None.
@@ -95,6 +96,8 @@ class Lineage:
         self.origin = Origin(living[-1] if living else None, catalog.generation, start_from=went_back)
         self.pace = StepTimer()
         self.steps, self.newest_asked = {name.step for name in living}, -1
+        # Of tens of thousands of steps the newest is not looked for at each save.
+        self.newest = max(self.steps, default=-1)
         self.in_flight: SaveHandle | None = None
         self.find_steps: Callable[[], tuple[int, int]] | None = None
         self.restored_by, self.storage = "manager.restore(...)", storage
@@ -104,7 +107,7 @@ class Lineage:
 
     def check_step(self, step: int, *, replace: bool) -> None:
         """Raises `StepExistsError` or `UsageError` if a step may not be saved now, or replaced."""
-        newest = max(self.steps, default=-1)
+        newest = self.newest
         if step < self.newest_asked and not replace:
             # That save may have failed and its checkpoint be there all the same, if only the reply was lost.
             raise UsageError(
@@ -130,7 +133,7 @@ class Lineage:
         """
         self.origin = origin
         self.steps = {known for known in self.steps if known <= step} | {step}
-        self.newest_asked = step
+        self.newest = self.newest_asked = step
 
     def check_restore(self, step: int | None, *, is_whole: bool, is_part: bool) -> None:
         """Raises `UsageError` if a restore would take trained objects to another step than that of their run.
@@ -177,6 +180,7 @@ class Lineage:
             if self.in_flight is handle:  # A signal handler may have waited, and saved, since.
                 if handle.request.is_committed:
                     self.steps.add(handle.step)
+                    self.newest = max(self.newest, handle.step)
                 if handle.request.ended.is_open:
                     self.in_flight = None
 

@@ -158,23 +158,24 @@ class Retention:
                 self._holds.look(time.monotonic())
         plan = plan_with(protected={**needed, **self._holds.held, **protected})
         newest_bytes = max(worker.data_bytes for worker in manifest.workers) if manifest else 0
+        has_copy: set[StepName] = set()
         if manifest is not None:
             # A copy says that the step was committed if the manifest is lost. A crash before this leaves a step that
             # counts as any other; only that loss is not noticed then.
             try:
                 self._run.storage.write(newest.committed_path, seal(manifest))
+                has_copy = {newest}
             except HoldfastError:
                 self._has_swept = False  # It is tried again below, when something is removed, and after each save.
         is_long = self._run.history.summary is not None
-        if not self._run.storage.traits.lists_deep:  # Else nobody needs a summary.
-            is_long = is_long or len(catalog.committed) > FEW or len(self._run.history.opened) > FEW
+        is_long = is_long or len(catalog.committed) > FEW or len(self._run.history.opened) > FEW
         removed: list[StepName] = []
         going = given_up = plan.remove
         try:
             if is_long and going:
                 going = self._summarizer.release(going, catalog, newest.generation)
             if going or self._holds.held:
-                plan = self._heed_holds(going, plan_with, {**needed, **protected})
+                plan = self._heed_holds(plan, going, plan_with, {**needed, **protected})
                 going = plan.remove
             if needed or self.spared or self._holds.leases:
                 kept = plan_with(protected={**self._holds.pins, **protected}).keep
@@ -196,8 +197,8 @@ class Retention:
             left = self._sweep(catalog, referred | in_use, newest.generation)
             if not self._has_swept:
                 # Those of a summary are not looked into: there may be thousands.
-                stay = set(catalog.committed).difference(removed, self._run.history.believed, in_use - {newest})
-                for name in sorted(stay):
+                stay = set(catalog.committed if catalog.without_copy is None else catalog.without_copy)
+                for name in sorted(stay.difference(removed, self._run.history.believed, in_use - {newest}, has_copy)):
                     try:
                         self._run.step(name).renew_copy()
                     except HoldfastError as error:
@@ -232,6 +233,7 @@ class Retention:
 
     def _heed_holds(
         self,
+        plan: RetentionPlan[StepName],
         going: Collection[StepName],
         plan_with: Callable[..., RetentionPlan[StepName]],
         protected: Mapping[StepName, str],
@@ -242,8 +244,9 @@ class Retention:
         next generation writes it again.
         """
         self._run.storage.delete([name.committed_path for name in going])
+        before = self._holds.held
         self._holds.look(time.monotonic())
-        heeded = plan_with(protected={**self._holds.held, **protected})
+        heeded = plan if self._holds.held == before else plan_with(protected={**self._holds.held, **protected})
         for name in set(going).difference(heeded.remove):
             with suppress(HoldfastError):
                 self._run.step(name).renew_copy()

@@ -92,6 +92,10 @@ class Board:
 
     What changes together is in one of two slots: the other one is written, and then a counter says that it is the
     valid one. So a writer that is killed at any point leaves a page that can be read.
+
+    Attributes:
+        fd: The descriptor of the page.
+        first_spent: The seconds in each phase when this process had completed its first step; empty before.
     """
 
     def __init__(self, descriptor: int, page: mmap.mmap) -> None:
@@ -102,6 +106,7 @@ class Board:
         self._phase, self._since, self._first_step_at = NONE, 0.0, 0.0
         self._step = self._phases = self._steps_done = 0
         self._spent = [0.0] * len(PHASES)
+        self.first_spent: list[float] = []
         self._pid = 0
 
     @classmethod
@@ -177,7 +182,7 @@ class Board:
         if completed:
             self._steps_done += completed
             if not self._first_step_at:
-                self._first_step_at = now
+                self._first_step_at, self.first_spent = now, [*self._spent]
         self._phase, self._step, self._since, self._phases = phase, step, now, self._phases + 1
         sequence = whole[_AT_SEQUENCE] + 1
         _SLOT.pack_into(

@@ -10,6 +10,8 @@ PREEMPTED: Final = 42
 SAVE_FAILED: Final = 74
 INTERRUPTED: Final = 130
 _USAGE: Final = 2
+_UNREAD: Final = (120, 128 + signal.SIGPIPE, -signal.SIGPIPE)
+"""Python ends with the first one if it cannot write its output at the end."""
 
 _SAME_FAILURES: Final = 3
 _QUICK_SECONDS: Final = 60.0
@@ -44,6 +46,7 @@ class End(NamedTuple):
         seconds: How long it ran.
         failure: Its error.
         hung: What the watchdog found, if that was the reason to kill it.
+        has_reader: False if nothing reads what it prints any more.
     """
 
     code: int
@@ -53,6 +56,13 @@ class End(NamedTuple):
     run: str = ""
     failure: LastError = LastError()
     hung: str = ""
+    has_reader: bool = True
+
+    @property
+    def is_cut_off(self) -> bool:
+        """True if it ended because it could not print, as after `| head`: then no other start could, either."""
+        is_raised = self.failure.place.startswith(f"{BrokenPipeError.__name__} ")
+        return not self.has_reader and (is_raised or self.code in _UNREAD)
 
     @property
     def reason(self) -> str:
@@ -112,6 +122,8 @@ def decide(ends: Sequence[End], options: Options, *, is_asked: bool) -> RestartV
     last = ends[-1]
     wanted = options.on_code.get(last.code)
     if is_asked or (wanted is None and last.code in (0, PREEMPTED, SAVE_FAILED, INTERRUPTED)) or wanted is False:
+        return RestartVerdict(False)
+    if wanted is None and last.is_cut_off:
         return RestartVerdict(False)
     if wanted is None and (last.failure.is_hopeless or (last.code == _USAGE and not last.step)):
         return RestartVerdict(False, why=f"it {last.reason}, and would again")

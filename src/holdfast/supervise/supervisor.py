@@ -322,6 +322,7 @@ class Supervisor:
             run=reading.text.split("\n")[1] if "\n" in reading.text else "",
             failure=failure,
             hung=hung if code == -signal.SIGKILL else "",
+            has_reader=_has_reader(),
         )
 
     def _announce(
@@ -426,6 +427,14 @@ def _keeps_memory(pid: int) -> bool:
     except OSError:
         return False
     return [word.decode(errors="replace") for word in words[-1 - len(KEEPER) : -1]] == KEEPER
+
+
+def _has_reader() -> bool:
+    """Returns False if the standard output, or that for errors, leads into a pipe that no process reads."""
+    poll = select.poll()
+    poll.register(1, 0)
+    poll.register(2, 0)
+    return not any(found & select.POLLERR for _, found in poll.poll(0))
 
 
 def _describe_end(end: End) -> str:

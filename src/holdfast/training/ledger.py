@@ -79,8 +79,14 @@ class Ledger:
                 step=done,
                 repeated_steps=max(min(self._reached, done) - first, 0),
                 is_last=is_last,
+                first_step_seconds=self._read_first(),
             )
         )
+
+    def _read_first(self) -> float:
+        """Returns the training time until the first step was complete; 0 if that was in an earlier run."""
+        first = PULSE.board.first_spent if PULSE.board is not None else []
+        return max(sum(first[phase] - self._before[phase] for phase in (STEP, BETWEEN)), 0.0) if first else 0.0
 
     def _read_spent(self) -> list[float]:
         """Returns the seconds of each phase since this run was made; steps and the program's own code are in it."""

@@ -189,10 +189,10 @@ class Asked(PolledSource):
         return self._find_condition().step if find_steps is None else find_steps()[1]
 
     def _find_committed(self) -> int | None:
-        saved, known = self._lineage.in_flight, [*self._lineage.steps]
+        saved, newest = self._lineage.in_flight, self._lineage.newest
         if saved is not None and saved.committed:
-            known.append(saved.step)
-        return max(known, default=None)
+            newest = max(newest, saved.step)
+        return None if newest < 0 else newest
 
     def _end(self, name: str, outcome: Literal["done", "failed", "declined"], problem: str = "") -> None:
         self._box.reply(name, "reply", self._describe(outcome, problem))
