@@ -59,8 +59,10 @@ _COURTESY_SECONDS: Final = 1.0
 
 _MOST_NAMED: Final = 100
 _MOST_NONFINITE: Final = 100
-_MOST_TIMED: Final = 32
 """How many differing tensors are named in one save. Once replicas have diverged, everything differs."""
+
+_MOST_TIMED: Final = 32
+"""Of how many workers the journal says how long they took, in one save."""
 
 
 @dataclass(eq=False)
