@@ -100,7 +100,7 @@ BUDGETS = {
     # A table of rules and four moments.
     "advice": 1507,
     # A stored run: listing, history, fence, commit, survey, deletion, removal.
-    "catalog": 3312,
+    "catalog": 3313,
     # Ten verbs, each with one report for a page, a pipe and JSON.
     "cli": 4926,
     # Joining, the store, failures of workers, a barrier.
@@ -136,13 +136,13 @@ BUDGETS = {
     # Candidates, one plan of pieces, resharding, verification, copies in another place.
     "restore": 3043,
     # Request, attempt, image, files, and the conversation of several workers.
-    "save": 6440,
+    "save": 6442,
     # A tree of objects taken apart, captured, and matched.
     "state": 7450,
     # What runs beside a trainer: supervisor, spare and clients, the page that it writes for them, and the watchdog.
     "supervise": 2848,
     # The protocol, memory, and local directories that survive a crash.
-    "storage": 4530,
+    "storage": 4540,
     # The copies of each step in farther tiers, and the start of workers whose first tiers differ.
     "tiering": 1292,
     # Contracts for storages and clusters of others.

@@ -194,7 +194,7 @@ def test_requests_of_a_new_job_do_not_grow_with_the_history(keep: RetentionPolic
         return counts
 
     # The newest steps and jobs, which are not summed up yet, are some more or fewer.
-    for opened, saved in (count(40, 20), count(160, 20), count(160, 80)):
+    for opened, saved in (count(30, 2), count(90, 2), count(60, 30)):
         assert opened < 30
         assert saved < 80
 

@@ -216,7 +216,8 @@ class StoredRun:
         without_copy: tuple[StepName, ...] | None = None
         if files is not None:
             history.trusted = frozenset()  # The listing has looked into each of them.
-            without_copy = tuple(name for name in committed if COMMITTED_NAME not in files[name.directory])
+            # One that the last listing lacks was removed since it was found.
+            without_copy = tuple(name for name in committed if COMMITTED_NAME not in files.get(name.directory, ()))
         if living and living[-1] in history.trusted and not self.step(living[-1]).is_committed():
             # No summary vouches for the newest step when it is written, so that others have been removed since.
             return self.look(closely=True)

@@ -197,8 +197,10 @@ class Retention:
             left = self._sweep(catalog, referred | in_use, newest.generation)
             if not self._has_swept:
                 # Those of a summary are not looked into: there may be thousands.
-                stay = set(catalog.committed if catalog.without_copy is None else catalog.without_copy)
-                for name in sorted(stay.difference(removed, self._run.history.believed, in_use - {newest}, has_copy)):
+                stay = set(catalog.committed)
+                if catalog.without_copy is not None:
+                    stay = set(catalog.without_copy) - has_copy
+                for name in sorted(stay.difference(removed, self._run.history.believed, in_use - {newest})):
                     try:
                         self._run.step(name).renew_copy()
                     except HoldfastError as error:

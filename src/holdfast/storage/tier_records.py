@@ -38,24 +38,19 @@ def set_aside(storage: Storage, parted: int) -> str:
 
     The record of that generation goes last. A crash before leaves a tier that is still seen to have parted.
     """
-    steps = [entry.name for entry in storage.list("") if entry.is_directory]
-    steps = [name for name in steps if (step := parse_step_directory(name)) and step.generation >= parted]
     records = [entry.name for entry in storage.list(GENERATIONS_DIRECTORY)]
     summaries = [one for one in map(parse_summary_file, records) if one is not None and one[0] >= parted]
     storage.delete([summary_path(*one) for one in summaries])
     generations = [one for one in list_generations(storage)[::-1] if one >= parted]
     paths = [path for one in generations for path in (base_path(one), generation_path(one))]
     if (root := storage.location) is None:
-        # Where there are directories, a save that is under way finds its own gone.
-        steps = [storage.retire(step) for step in steps]
-        files = [f"{step}/{one.name}" for step in steps for one in storage.list(step)]
-        # All manifests first: what has none is not offered.
-        storage.delete([path for path in files if path.endswith(f"/{MANIFEST_NAME}")])
-        storage.delete(files)
-        storage.delete(steps)
+        _remove_steps(storage, parted)
         for path in paths:
             storage.delete([path])
+        # A save may have begun before that. Without the record none begins.
+        _remove_steps(storage, parted)
         return "they were removed"
+    steps = _list_steps(storage, parted)
     aside = root / f"{PARTED_PREFIX}{parted:04d}-{read_token(storage, parted)[:8]}"
     (aside / GENERATIONS_DIRECTORY).mkdir(parents=True, exist_ok=True)
     for path in (*steps, *paths):
@@ -69,6 +64,21 @@ def set_aside(storage: Storage, parted: int) -> str:
         finally:
             os.close(descriptor)
     return f"they are in {aside} now"
+
+
+def _list_steps(storage: Storage, parted: int) -> list[str]:
+    steps = [entry.name for entry in storage.list("") if entry.is_directory]
+    return [name for name in steps if (step := parse_step_directory(name)) and step.generation >= parted]
+
+
+def _remove_steps(storage: Storage, parted: int) -> None:
+    # Where there are directories, a save that is under way finds its own gone.
+    steps = [storage.retire(step) for step in _list_steps(storage, parted)]
+    files = [f"{step}/{one.name}" for step in steps for one in storage.list(step)]
+    # All manifests first: what has none is not offered.
+    storage.delete([path for path in files if path.endswith(f"/{MANIFEST_NAME}")])
+    storage.delete(files)
+    storage.delete(steps)
 
 
 def list_generations(storage: Storage, below: str = "", ends: str = ".json") -> list[int]:
