@@ -136,7 +136,7 @@ BUDGETS = {
     # Candidates, one plan of pieces, resharding, verification, copies in another place.
     "restore": 3043,
     # Request, attempt, image, files, and the conversation of several workers.
-    "save": 6442,
+    "save": 6437,
     # A tree of objects taken apart, captured, and matched.
     "state": 7450,
     # What runs beside a trainer: supervisor, spare and clients, the page that it writes for them, and the watchdog.

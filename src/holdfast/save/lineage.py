@@ -107,13 +107,12 @@ class Lineage:
 
     def check_step(self, step: int, *, replace: bool) -> None:
         """Raises `StepExistsError` or `UsageError` if a step may not be saved now, or replaced."""
-        newest = self.newest
         if step < self.newest_asked and not replace:
             # That save may have failed and its checkpoint be there all the same, if only the reply was lost.
             raise UsageError(
                 f"step {step} is older than step {self.newest_asked}, which was already saved or attempted"
             )
-        if step > newest or (replace and step in self.steps):
+        if step > self.newest or (replace and step in self.steps):
             return
         if step in self.steps:
             raise StepExistsError(
@@ -122,7 +121,7 @@ class Lineage:
                 "begin_anew=True.",
             )
         raise UsageError(
-            f"step {step} is older than step {newest}, which {self.storage.url} already has",
+            f"step {step} is older than step {self.newest}, which {self.storage.url} already has",
             hint="Call restore() first to continue from a checkpoint, or create the manager with begin_anew=True.",
         )
 

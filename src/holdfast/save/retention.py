@@ -158,13 +158,11 @@ class Retention:
                 self._holds.look(time.monotonic())
         plan = plan_with(protected={**needed, **self._holds.held, **protected})
         newest_bytes = max(worker.data_bytes for worker in manifest.workers) if manifest else 0
-        has_copy: set[StepName] = set()
         if manifest is not None:
             # A copy says that the step was committed if the manifest is lost. A crash before this leaves a step that
             # counts as any other; only that loss is not noticed then.
             try:
                 self._run.storage.write(newest.committed_path, seal(manifest))
-                has_copy = {newest}
             except HoldfastError:
                 self._has_swept = False  # It is tried again below, when something is removed, and after each save.
         is_long = self._run.history.summary is not None
@@ -197,9 +195,7 @@ class Retention:
             left = self._sweep(catalog, referred | in_use, newest.generation)
             if not self._has_swept:
                 # Those of a summary are not looked into: there may be thousands.
-                stay = set(catalog.committed)
-                if catalog.without_copy is not None:
-                    stay = set(catalog.without_copy) - has_copy
+                stay = set(catalog.committed if catalog.without_copy is None else catalog.without_copy)
                 for name in sorted(stay.difference(removed, self._run.history.believed, in_use - {newest})):
                     try:
                         self._run.step(name).renew_copy()
