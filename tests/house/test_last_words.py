@@ -50,6 +50,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> str:
     return done.stdout
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("end", "words"),
     [

@@ -70,6 +70,7 @@ def run_gate(directory: Path, *kinds: str) -> tuple[int, list[str]]:
     return judged.returncode, [line for line in judged.stdout.splitlines() if line.startswith(("FLAKY", "BROKEN"))]
 
 
+@pytest.mark.long
 def test_a_run_without_failures_passes(tmp_path: Path) -> None:
     assert run_gate(tmp_path, "sound") == (0, [])
 
@@ -97,12 +98,14 @@ def test_what_does_not_pass_the_second_time_fails_the_run(tmp_path: Path) -> Non
     ]
 
 
+@pytest.mark.long
 def test_one_broken_test_beside_a_flaky_one_fails_the_run(tmp_path: Path) -> None:
     code, verdicts = run_gate(tmp_path, "flaky", "broken")
     assert code == 1
     assert [verdict.split()[0] for verdict in verdicts] == ["BROKEN", "FLAKY"]
 
 
+@pytest.mark.long
 def test_more_flaky_tests_than_are_borne_fail_the_run(tmp_path: Path) -> None:
     assert run_gate(tmp_path, "sound", *["flaky"] * (MOST_FLAKY + 1)) == (1, [])
 

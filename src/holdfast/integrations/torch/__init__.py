@@ -5,7 +5,7 @@ Importing this registers them; it is imported when the first torch object is fou
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -17,6 +17,24 @@ from holdfast.integrations.torch.tensors import TorchBackend
 from holdfast.state.adapters import StateAdapter, StateDictAdapter, void
 from holdfast.state.registry import register_adapter, register_backend
 from holdfast.state.rng import RandomSource, register_random_source
+
+_VECTOR_FUNCTIONS: Final = (
+    *("acos", "asin", "atan", "cos", "erf", "erfc", "erfinv", "exp", "log", "log10", "log2"),
+    *("sin", "sqrt", "tan", "tanh", "trunc"),
+)
+"""What torch computes on the processor by the vector functions of oneMKL."""
+
+
+def _settle_vector_functions() -> None:
+    """Calls each vector function of oneMKL once, in this thread alone: so a restart computes the same.
+
+    At its first call a function chooses its code. Where several threads call it first, one may compute its whole part
+    with a relative error of 3e-4 (issue 188792 of PyTorch); so did the first step of AdamW in one process of fifteen.
+    """
+    for dtype in (torch.float32, torch.float64):
+        value = torch.full((1,), 0.5, dtype=dtype, device="cpu")
+        for name in _VECTOR_FUNCTIONS:
+            getattr(torch, name)(value)
 
 
 def _read_cuda() -> list[Any] | None:
@@ -63,3 +81,4 @@ register_codec(torch.dtype, tag="torch.dtype", encode=str, decode=_DTYPES.__geti
 register_codec(torch.memory_format, tag="torch.memory_format", encode=str, decode=_MEMORY_FORMATS.__getitem__)
 register_codec(torch.device, tag="torch.device", encode=str, decode=torch.device)
 register_codec(torch.Size, tag="torch.Size", encode=list, decode=torch.Size)
+_settle_vector_functions()
