@@ -22,7 +22,7 @@ _VECTOR_FUNCTIONS: Final = (
     *("acos", "asin", "atan", "cos", "erf", "erfc", "erfinv", "exp", "log", "log10", "log2"),
     *("sin", "sqrt", "tan", "tanh", "trunc"),
 )
-"""What torch computes on the processor by the vector functions of oneMKL."""
+"""The functions that torch computes on the processor by the vector functions of oneMKL."""
 
 
 def _settle_vector_functions() -> None:
