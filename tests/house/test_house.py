@@ -130,7 +130,7 @@ BUDGETS = {
     # Notices, the agreement of workers, the last save.
     "preemption": 5280,
     # Threads, terminal, interrupts, end of the process.
-    "process": 1079,
+    "process": 1084,
     # A page about a run: what it shows, its charts, its HTML.
     "report": 595,
     # Candidates, one plan of pieces, resharding, verification, copies in another place.

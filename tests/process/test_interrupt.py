@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
-from holdfast.process.interrupt import Interrupter
+from holdfast.process.interrupt import SIGNAL, Interrupter
 
 
 def test_interrupt_at_the_moment_of_a_sleep_ends_it() -> None:
@@ -30,3 +32,24 @@ def test_interrupt_at_the_moment_of_a_sleep_ends_it() -> None:
             thread.join()
         finally:
             interrupter.close()
+
+
+def count_threads() -> int:
+    return len(list(Path("/proc/self/task").iterdir()))
+
+
+def test_many_interrupts_before_an_answer_start_one_thread() -> None:
+    """Here the signal is held back, as by a long call of a library."""
+    interrupter, before = Interrupter(KeyboardInterrupt), count_threads()
+    interrupter.open()
+    try:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {SIGNAL})
+        for _ in range(1000):
+            interrupter.interrupt()
+        started = count_threads() - before
+        with pytest.raises(KeyboardInterrupt):  # noqa: PT012  The signal is answered here, or at the next call.
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {SIGNAL})
+            time.sleep(600)
+    finally:
+        interrupter.close()
+    assert started <= 2, "a thread, and the one that starts it"

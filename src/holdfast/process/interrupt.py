@@ -38,6 +38,7 @@ class Interrupter:
             if _before is None:
                 return  # This handler was not made by Python, and could not be put back.
             signal.signal(SIGNAL, _handle)
+        self._is_asked = False
         _open.append(self)
 
     def close(self) -> None:
@@ -48,8 +49,12 @@ class Interrupter:
                 signal.signal(SIGNAL, _before)
 
     def interrupt(self) -> None:
-        """**Thread-safe.** Makes the main thread raise the error as soon as Python code runs there, if it can."""
-        if self in _open:
+        """**Thread-safe.** Makes the main thread raise the error as soon as Python code runs there, if it can.
+
+        May be called again and again: until the first call is answered, the others do nothing. Each signal wakes the
+        threads that listen for signals, and one of those may be the caller.
+        """
+        if self in _open and not self._is_asked:
             self._is_asked = True
             _send()
             start_thread(self._repeat, "holdfast-interrupt")
