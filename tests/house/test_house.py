@@ -102,7 +102,7 @@ BUDGETS = {
     # A stored run: listing, history, fence, commit, survey, deletion, removal.
     "catalog": 3313,
     # Ten verbs, each with one report for a page, a pipe and JSON.
-    "cli": 4926,
+    "cli": 4928,
     # Joining, the store, failures of workers, a barrier.
     "cluster": 2340,
     # Files of torch, safetensors, DCP, Orbax, Lightning and the Trainer, read without trust.

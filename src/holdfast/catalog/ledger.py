@@ -139,8 +139,8 @@ class RunTimes(NamedTuple):
         now = f"; on average it was every {time_text(self.interval_seconds)}" if self.interval_seconds else ""
         return (
             f"A save stops training for {time_text(self.save_seconds)}, and a failure is expected every "
-            f"{time_text(self.failure_seconds)}: a save every {time_text(self.best_interval_seconds)} costs the "
-            f"least{now}."
+            f"{time_text(self.failure_seconds)} (6 h before any is seen): a save every "
+            f"{time_text(self.best_interval_seconds)} costs the least{now}."
         )
 
     def describe_slowest(self) -> str:

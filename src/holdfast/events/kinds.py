@@ -502,7 +502,7 @@ class NotFinite(Event, frozen=True):
 
     def __str__(self) -> str:
         more = f" and {self.leaves - _MOST_SHOWN} more" if self.leaves > _MOST_SHOWN else ""
-        then = "; these are not looked at in later steps" if self.is_exempt else ""
+        then = "; as in a first checkpoint, they are not counted later: start over if training did it" * self.is_exempt
         return f"step {self.step} is not finite: nan or infinity in {', '.join(self.names[:_MOST_SHOWN])}{more}{then}"
 
 

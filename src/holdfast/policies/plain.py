@@ -82,7 +82,7 @@ def read_keep(value: Any) -> RetentionPolicy | None:
     raise (UsageError if number is None else OutOfRangeError)(
         "keep must be a policy such as holdfast.Latest(3), a number of checkpoints such as 3, or text such as "
         f'"7 days" or "all", got {type(value).__name__} {value!r}',
-        hint="The policies are Latest, EveryN, EveryHours, Best, Newer and All.",
+        hint="The policies are Latest, EveryN, EveryHours, Best, LastGood, Newer and All.",
     )
 
 
