@@ -209,6 +209,8 @@ class _Reader:
             self._process = os.getpid()
             self._journey.begin()
             self._ended = start_thread(self._serve, "holdfast-follow")
+            if self.run.look().newest is None:
+                inform(f"{self.storage.url} has no checkpoint yet: waiting for one")
         while not self._closing.is_open:
             with self._lock:
                 name = self._choose()

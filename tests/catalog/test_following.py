@@ -170,11 +170,15 @@ def read(run: Any, name: str = "test", **options: Any) -> list[tuple[int, int, t
     return [(one.generation, one.step, one.missed) for one in followed]
 
 
-def test_the_newest_step_is_given_once_over_all_starts(tmp_path: Path) -> None:
+def test_the_newest_step_is_given_once_over_all_starts(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
     run = tmp_path / "run"
-    assert read(run) == []  # It need not exist yet.
+    assert read(run) == []  # It need not exist yet, and may be a typing error.
+    assert f"{run} has no checkpoint yet: waiting for one" in caplog.text
     save(run, 10, 20, keep=hf.All())
+    caplog.clear()
     assert read(run) == [(1, 20, ())]
+    assert "no checkpoint yet" not in caplog.text
     assert read(run) == []
     assert read(run, "other") == [(1, 20, ())]
     save(run, 30, keep=hf.All())

@@ -112,7 +112,7 @@ JOBS: dict[str, tuple[Job, dict[int, float]]] = {
         for place, incremental, usual in (
             ("memory", False, ("nothing", "half", "all")),
             ("disk", False, ("half",)),
-            ("memory", True, ("all",)),
+            ("memory", True, ("nothing", "all")),
             ("disk", True, ("half",)),
         )
         for done in ("nothing", "half", "all")

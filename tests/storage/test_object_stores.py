@@ -177,9 +177,7 @@ def test_requests_of_a_save_do_not_grow_with_the_history(storage: ObjectStorage)
         assert storage.requests == [*begin, "list", "write", *removal] * 2
 
 
-@pytest.mark.parametrize(
-    "keep", [hf.All(), pytest.param(hf.Latest(3) | hf.EveryN(1), marks=pytest.mark.long)], ids=repr
-)
+@pytest.mark.parametrize("keep", [hf.All(), hf.Latest(3) | hf.EveryN(1)], ids=repr)
 def test_requests_of_a_new_job_do_not_grow_with_the_history(keep: RetentionPolicy) -> None:
     def count(kept: int, jobs: int) -> list[int]:
         storage, array = ObjectStorage("run"), np.zeros(LENGTH)

@@ -73,16 +73,8 @@ CASES = [
     *((data, "validated") for data in ("generator", "kept", "shuffled")),
 ]
 
-# In the gate each kind of data and of loop comes once.
-IN_GATE = (
-    *(("plain", "plain"), ("workers", "plain"), ("stateful", "plain"), ("own", "plain"), ("plain", "two")),
-    *(("plain", "accumulated"), ("generator", "steps first"), ("stream", "batches first"), ("kept", "validated")),
-)
 
-
-@pytest.mark.parametrize(
-    ("data", "loop"), [pytest.param(*case, marks=[] if case in IN_GATE else pytest.mark.long) for case in CASES]
-)
+@pytest.mark.parametrize(("data", "loop"), CASES)
 def test_a_killed_run_takes_the_batches_of_an_untouched_one(data: str, loop: str, tmp_path: Path) -> None:
     last, epochs = (3, 5) if loop == "accumulated" else (5, 3)
     options = (f"--data={data}", f"--loop={loop}", f"--epochs={epochs}")

@@ -139,7 +139,7 @@ class RunTimes(NamedTuple):
         now = f"; on average it was every {time_text(self.interval_seconds)}" if self.interval_seconds else ""
         return (
             f"A save stops training for {time_text(self.save_seconds)}, and a failure is expected every "
-            f"{time_text(self.failure_seconds)} (6 h before any is seen): a save every "
+            f"{time_text(self.failure_seconds)} (6 h is assumed until one is seen): a save every "
             f"{time_text(self.best_interval_seconds)} costs the least{now}."
         )
 

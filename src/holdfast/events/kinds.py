@@ -502,7 +502,7 @@ class NotFinite(Event, frozen=True):
 
     def __str__(self) -> str:
         more = f" and {self.leaves - _MOST_SHOWN} more" if self.leaves > _MOST_SHOWN else ""
-        then = "; as in a first checkpoint, they are not counted later: start over if training did it" * self.is_exempt
+        then = "; they do not count from here on: start over if training did it" if self.is_exempt else ""
         return f"step {self.step} is not finite: nan or infinity in {', '.join(self.names[:_MOST_SHOWN])}{more}{then}"
 
 

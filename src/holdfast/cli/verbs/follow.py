@@ -86,8 +86,6 @@ def command(
     if name is None:
         name = make_reader_name(Path(words[0]).stem, "\0".join([str(every), *words])) if words else ""
     notes, failed = make_notes(), 0
-    if "://" not in run and not Path(run).exists():
-        notes.say((f"{run}: ", BAD), "there is no such directory yet; waiting for a job to save there")
     with follow(run, every=every, max_behind=max_behind, name=name, timeout_seconds=idle) as checkpoints:
         for checkpoint in checkpoints:
             line = _Line(checkpoint.step, checkpoint.generation, run, checkpoint.directory)
