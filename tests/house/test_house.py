@@ -100,7 +100,7 @@ BUDGETS = {
     # A table of rules and four moments.
     "advice": 1507,
     # A stored run: listing, history, fence, commit, survey, deletion, removal.
-    "catalog": 3313,
+    "catalog": 3316,
     # Ten verbs, each with one report for a page, a pipe and JSON.
     "cli": 4926,
     # Joining, the store, failures of workers, a barrier.
@@ -110,7 +110,7 @@ BUDGETS = {
     # Each event with its text, and what takes events.
     "events": 1174,
     # Names, records, indexes, digests, and values as nodes, with the one walk over them.
-    "format": 3565,
+    "format": 3570,
     # The package.
     "integrations": 1,
     # The reader and the writer of DCP.
@@ -138,11 +138,11 @@ BUDGETS = {
     # Request, attempt, image, files, and the conversation of several workers.
     "save": 6437,
     # A tree of objects taken apart, captured, and matched.
-    "state": 7450,
+    "state": 7453,
     # What runs beside a trainer: supervisor, spare and clients, the page that it writes for them, and the watchdog.
     "supervise": 2848,
     # The protocol, memory, and local directories that survive a crash.
-    "storage": 4540,
+    "storage": 4548,
     # The copies of each step in farther tiers, and the start of workers whose first tiers differ.
     "tiering": 1292,
     # Contracts for storages and clusters of others.

@@ -58,8 +58,17 @@ def test_one_number_that_is_not_finite_is_found_wherever_it_is(name: str) -> Non
             assert (quick.marks, plain.marks) == (expected, expected), (count, bad)
 
 
-def train(directory: Path, total: int, bad: dict[int, str], events: list[Event] | None = None, **options: Any) -> None:
-    """Trains a model with a mask and an optimizer; in some steps a tensor of that name gets nan."""
+def train(
+    directory: Path,
+    total: int,
+    bad: dict[int, str],
+    events: list[Event] | None = None,
+    *,
+    value: float = float("nan"),
+    **options: Any,
+) -> None:
+    """Trains a model with a mask and an optimizer; in some steps, or before the first, a tensor of that name gets a
+    value that is not finite."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
     model.register_buffer("mask", torch.full((3,), float("-inf")))
@@ -77,6 +86,9 @@ def train(directory: Path, total: int, bad: dict[int, str], events: list[Event] 
         sinks=sinks,
         **options,
     ) as run:
+        if name := bad.get(0):
+            dict(model.named_parameters())[name].data.fill_(value)
+            run.save()
         for step in run.steps(total):
             model(torch.randn(8, 4)).square().mean().backward()
             optimizer.step()
@@ -85,7 +97,7 @@ def train(directory: Path, total: int, bad: dict[int, str], events: list[Event] 
                 values = {**dict(model.named_parameters()), **dict(model.named_buffers())}
                 found = values.get(name)
                 target = optimizer.state[[*model.parameters()][1]][name] if found is None else found
-                target.data.view(-1)[-1] = float("nan")
+                target.data.view(-1)[-1] = value
 
 
 def judged(directory: Path) -> dict[int, Nonfinite | None]:
@@ -108,10 +120,11 @@ def test_parameters_and_optimizer_states_count_and_nothing_else(tmp_path: Path, 
     assert judged(tmp_path / "b")[2] == Nonfinite(1, ("optimizer/state/model.0.weight/exp_avg",))
 
 
-def test_what_was_not_finite_in_the_first_checkpoint_does_not_count(tmp_path: Path) -> None:
+def test_what_was_infinite_in_the_first_checkpoint_does_not_count(tmp_path: Path) -> None:
     events: list[Event] = []
     for total in (2, 3):  # Another process knows of it by the checkpoint.
-        train(tmp_path, total, {1: "unused", 3: "1.weight"}, events, keep=holdfast.All())
+        bad = {1: "unused", 3: "1.weight"}
+        train(tmp_path, total, bad, events, keep=holdfast.All(), value=-float("inf"))
     found = judged(tmp_path)
     assert found[1] is not None
     assert found[2] is not None
@@ -120,6 +133,22 @@ def test_what_was_not_finite_in_the_first_checkpoint_does_not_count(tmp_path: Pa
     assert found[3] == Nonfinite(1, ("model/1.weight",), found[1].exempt)
     said = [event for event in events if isinstance(event, NotFinite)]
     assert [(event.step, event.is_exempt) for event in said] == [(1, True), (3, False)]
+
+
+@pytest.mark.parametrize("incremental", [False, True])
+def test_nan_in_a_first_checkpoint_that_training_has_made_counts(tmp_path: Path, incremental: bool) -> None:
+    events: list[Event] = []
+    with pytest.raises(NotFiniteError, match=r"step 1 is not finite: nan or infinity in model/0\.weight") as caught:
+        train(tmp_path, 9, {1: "0.weight"}, events, on_nonfinite="raise", incremental=incremental)
+    assert caught.value.hint == "No checkpoint is finite: find the cause, and start over."
+    assert judged(tmp_path)[1] == Nonfinite(1, ("model/0.weight",))
+    assert {event.is_exempt for event in events if isinstance(event, NotFinite)} == {False}
+
+
+def test_nan_in_a_checkpoint_from_before_training_does_not_count(tmp_path: Path) -> None:
+    for total in (2, 3):
+        train(tmp_path, total, {0: "unused"} if total == 2 else {}, keep=holdfast.All(), on_nonfinite="raise")
+    assert judged(tmp_path) == dict.fromkeys(range(4), Nonfinite(exempt=("model/unused",)))
 
 
 def test_the_newest_good_step_stays(tmp_path: Path) -> None:
@@ -168,17 +197,18 @@ def test_training_ends_with_an_error_where_that_is_asked_for(tmp_path: Path) -> 
         holdfast.resumable(tmp_path, state={}, on_nonfinite="stop")  # type: ignore[arg-type]
 
 
-def test_all_workers_end_with_that_error_at_one_step(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("batch", "step"), [(8, 9), (1, 3)], ids=["later", "before the first save"])
+def test_all_workers_end_with_that_error_at_one_step(tmp_path: Path, batch: int, step: int) -> None:
     with Workers(tmp_path) as workers:
         port = find_port()
         for rank in range(2):
-            command = python(PROGRAMS / "gone_bad.py", tmp_path / "run", "raise", "400", "1", "8", "steps")
+            command = python(PROGRAMS / "gone_bad.py", tmp_path / "run", "raise", "400", "1", str(batch), "steps")
             workers.start(command, environment(rank, 2, port, agent=True), preloaded.TrainingPopen)
         workers.start(python("-c", HOST, str(port)), popen=preloaded.TrainingPopen)
         assert workers.wait(PATIENCE_SECONDS, [0, 1]) == [1, 1], workers.report(0) + workers.report(1)
         for rank in range(2):
-            assert re.search(r"NotFiniteError: step 9 is not finite", workers.errors(rank)), workers.report(rank)
+            assert re.search(rf"NotFiniteError: step {step} is not finite", workers.errors(rank)), workers.report(rank)
         assert "prints all of it" in workers.errors(1)
         ends = [workers.records(rank)[-1]["step"] for rank in range(2)]
         assert ends[0] == ends[1] < 400
-    assert judged(tmp_path / "run")[9] != Nonfinite()
+    assert (judged(tmp_path / "run")[step] or Nonfinite()).leaves

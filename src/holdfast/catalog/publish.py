@@ -23,6 +23,7 @@ from holdfast.format.records import (
     Nonfinite,
     Reference,
     WorkerRecord,
+    choose_exempt,
 )
 
 
@@ -34,7 +35,8 @@ class Receipts(msgspec.Struct, frozen=True):
         references: The earlier steps whose bytes were not written again, in order.
         features: The features that a reader must know to read the indexes.
         values: The digest of the values of one worker's loose leaves; see `save/joint/coverage.py`.
-        nonfinite: The leaves that are not finite, of those that training computes; None if that is not known.
+        nonfinite: The leaves that are not finite, of those that training computes, with True for one that has nan; None
+            if that is not known.
         nonfinite_count: How many there are, if they are not all named.
         blocked_seconds: Of one worker, how long its training was blocked.
         background_seconds: Of one worker, how long the rest took until its bytes were durable.
@@ -44,7 +46,7 @@ class Receipts(msgspec.Struct, frozen=True):
     references: tuple[Reference, ...] = ()
     features: tuple[str, ...] = ()
     values: str = ""
-    nonfinite: tuple[str, ...] | None = None
+    nonfinite: Mapping[str, bool] | None = None
     nonfinite_count: int = 0
     blocked_seconds: float = 0.0
     background_seconds: float = 0.0
@@ -74,11 +76,12 @@ def make_manifest(
 ) -> Manifest:
     """Returns the manifest of a step whose bytes are known.
 
-    The leaves that were not finite in the run's first checkpoint are `exempt`; None if this is the first.
+    The leaves that are not counted are `exempt`; None if this is the run's first checkpoint, which says it.
     """
     found = receipts.nonfinite
     nonfinite = None if found is None else _FINITE
     if found or exempt:
+        exempt = choose_exempt(found or {}, name.step) if exempt is None else exempt
         nonfinite = Nonfinite.of(found or (), receipts.nonfinite_count, exempt)
     features = set(receipts.features)
     features |= {REFERENCES} if receipts.references else set()

@@ -489,7 +489,7 @@ class NotFinite(Event, frozen=True):
         step, generation: The step, and the generation that saved it.
         leaves: How many leaves.
         names: The first of them.
-        is_exempt: True if this is the run's first checkpoint: these leaves are not counted later.
+        is_exempt: True if this is the run's first checkpoint, and these leaves are not counted.
         is_raised: True if an error says it as well.
     """
 

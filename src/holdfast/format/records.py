@@ -8,7 +8,7 @@ back. The appearance of a manifest commits a step.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from typing import Annotated, Any, ClassVar, Final, Literal
 
 import msgspec
@@ -101,7 +101,7 @@ class Nonfinite(msgspec.Struct, frozen=True, omit_defaults=True):
     Attributes:
         leaves: How many leaves have nan or an infinity.
         names: The first of them.
-        exempt: Those that are not counted, because they were not finite in the run's first checkpoint.
+        exempt: Those that are not counted, as they were so in the run's first checkpoint; see `choose_exempt`.
     """
 
     leaves: Annotated[int, msgspec.Meta(ge=0)] = 0
@@ -109,15 +109,20 @@ class Nonfinite(msgspec.Struct, frozen=True, omit_defaults=True):
     exempt: Annotated[tuple[str, ...], msgspec.Meta(max_length=MAX_EXEMPT)] = ()
 
     @classmethod
-    def of(cls, found: Sequence[str], count: int, exempt: Collection[str] | None) -> Nonfinite:
-        """**Pure.** Returns the record of a checkpoint in which these leaves are not finite, and at least `count`.
-
-        Those that were not in the run's first checkpoint are `exempt`; None if this is the first one.
-        """
-        if exempt is None:
-            return cls(exempt=tuple(sorted(found)[:MAX_EXEMPT]))
+    def of(cls, found: Iterable[str], count: int, exempt: Collection[str]) -> Nonfinite:
+        """**Pure.** Returns the record of a checkpoint in which these leaves are not finite, at least `count` of them
+        beyond those that are `exempt`."""
         bad = sorted(set(found).difference(exempt))
-        return cls(max(len(bad), count) if bad else 0, tuple(bad[:NAMED_NONFINITE]), tuple(sorted(exempt)))
+        return cls(max(len(bad), count) if bad else 0, tuple(bad[:NAMED_NONFINITE]), tuple(sorted(exempt)[:MAX_EXEMPT]))
+
+
+def choose_exempt(found: Mapping[str, bool], step: int) -> frozenset[str]:
+    """**Pure.** Returns the leaves that a run doesn't count, of those that are not finite in its first checkpoint.
+
+    Nothing is trained yet at step 0. Later training may have done it, and then there is nan: a leaf that has it (True
+    in `found`) counts.
+    """
+    return frozenset(leaf for leaf, has_nan in found.items() if step == 0 or not has_nan)
 
 
 class Manifest(SealedRecord, frozen=True, omit_defaults=True):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
@@ -426,10 +426,7 @@ class RunWriter(CheckpointWriter):
         """See `CheckpointWriter`."""
         if not self._run.storage.traits.has_directories:
             self._undecided |= {name}
-        found, manifest = (
-            receipts.nonfinite,
-            make_manifest(receipts, name, metrics=metrics, metadata=metadata, exempt=self.exempt),
-        )
+        manifest = make_manifest(receipts, name, metrics=metrics, metadata=metadata, exempt=self.exempt)
         try:
             commit(self._run, manifest, token=self._token)
         except StorageError as error:
@@ -437,10 +434,7 @@ class RunWriter(CheckpointWriter):
                 self.check_valid()
             raise
         self._undecided -= {name}
-        if self.exempt is None:
-            self.exempt = frozenset(found or ())
-        if self._incremental is not None:
-            self._incremental.mark_committed()
+        self.note_committed(manifest.exempt or frozenset())
         return manifest
 
     def _keep_image(
@@ -479,10 +473,10 @@ class RunWriter(CheckpointWriter):
         copier.keep_image(record)
         return msgspec.structs.replace(plan, index=index)
 
-    def note_committed(self, nonfinite: Sequence[str]) -> None:
-        """Called when the last written step is committed, by the leader of the job, with what is not finite here."""
+    def note_committed(self, exempt: frozenset[str]) -> None:
+        """Called when the last written step is committed, by the leader of the job, with what it exempts here."""
         if self.exempt is None:
-            self.exempt = frozenset(nonfinite)
+            self.exempt = exempt
         if self._incremental is not None:
             self._incremental.mark_committed()
 

@@ -86,7 +86,7 @@ class FilePlan(msgspec.Struct, frozen=True):
         spans: For each array, the digests of its spans; None to take them while they are written.
         sources: The files of earlier steps that have the other arrays.
         referred: The records of these arrays.
-        nonfinite: The leaves that are not finite, as far as they were found before.
+        nonfinite: The leaves that are not finite, as far as they were found before; see `Receipts`.
         index: The index of the file, if it was made before.
     """
 
@@ -95,7 +95,7 @@ class FilePlan(msgspec.Struct, frozen=True):
     spans: Sequence[str] | None = None
     sources: tuple[Source, ...] = ()
     referred: tuple[ReferredRecord, ...] = ()
-    nonfinite: tuple[str, ...] = ()
+    nonfinite: Mapping[str, bool] = msgspec.field(default_factory=dict)
     index: Index | None = None
 
 
@@ -152,7 +152,7 @@ class StepFiles:
         receipts = write_index(index, self._storage, self._name.directory, self._snapshot.state.loose)
         nonfinite = plan.nonfinite
         if NONFINITE in self._marks:
-            nonfinite = self._snapshot.floats.find_nonfinite(self._marks)
+            nonfinite = self._snapshot.floats.find_nonfinite(self._marks, self._snapshot.image)
         receipts = msgspec.structs.replace(receipts, nonfinite=nonfinite)
         self._writer.finish()
         if self._note_index is not None:
@@ -252,7 +252,7 @@ def write_index(index: Index, storage: Storage, directory: str, loose: Collectio
 
 
 def make_receipts(
-    index: Index, data: bytes, loose: Collection[str] = (), nonfinite: tuple[str, ...] | None = None
+    index: Index, data: bytes, loose: Collection[str] = (), nonfinite: Mapping[str, bool] | None = None
 ) -> Receipts:
     """**Pure.** Returns the receipts of a data file and its index, whose bytes are `data`; see `write_index`."""
     references = tuple(
@@ -272,10 +272,10 @@ def make_receipts(
     )
 
 
-def take_digests(snapshot: Snapshot, pool: WorkerPool) -> tuple[list[str], tuple[str, ...]]:
+def take_digests(snapshot: Snapshot, pool: WorkerPool) -> tuple[list[str], dict[str, bool]]:
     """**Blocks.** Returns for each array, in the order of the image, the digests of its spans; all must be copied.
 
-    And the leaves that are not finite.
+    And the leaves that are not finite, as `Receipts` has them.
     """
     spans, marks = _list_spans(snapshot.layout), bytearray(snapshot.floats.marks)
     digests = [""] * len(spans)
@@ -291,7 +291,7 @@ def take_digests(snapshot: Snapshot, pool: WorkerPool) -> tuple[list[str], tuple
 
     each = batches(range(len(spans)), lambda number: spans[number][1] - spans[number][0], PIECE_BYTES)
     pool.run(partial(take, numbers) for numbers in each)
-    return list(_join_digests(snapshot.layout, digests)), snapshot.floats.find_nonfinite(marks)
+    return list(_join_digests(snapshot.layout, digests)), snapshot.floats.find_nonfinite(marks, snapshot.image)
 
 
 def digest_plan(snapshot: Snapshot, pool: WorkerPool) -> FilePlan:

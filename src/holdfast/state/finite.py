@@ -11,7 +11,7 @@ from holdfast.format.digests import SPAN_BYTES, span_count
 from holdfast.format.index import BoxRecord, Layout
 from holdfast.state.leaves import ArrayBackend
 from holdfast.state.registry import list_members
-from holdfast.storage.digesting import FLOAT_MARKS, NONFINITE
+from holdfast.storage.digesting import FLOAT_MARKS, NONFINITE, has_nan
 
 _SUFFIX: Final = re.compile(r"(?:~(?:[wb]\d+|[2-9]\d*))+$")
 """The end of a leaf's name that a capture adds to its path: for a second one of that path, one of a worker's own, or a
@@ -48,15 +48,18 @@ class FloatTable:
             marks.extend(bytes((mark,)) * span_count(place.end - place.begin, SPAN_BYTES))
         return bytes(marks)
 
-    def find_nonfinite(self, marks: bytearray) -> tuple[str, ...]:
-        """Returns the leaves that are not finite, from the mark that each span has got."""
-        found, first = dict[str, None](), 0
+    def find_nonfinite(self, marks: bytearray, image: memoryview) -> dict[str, bool]:
+        """Returns the leaves that are not finite, from the mark that each span has got; True for one that has nan."""
+        found, first = dict[str, bool](), 0
         for place in self._layout.places:
             last = first + span_count(place.end - place.begin, SPAN_BYTES)
-            if marks.find(NONFINITE, first, last) >= 0:
-                found[self._leaves.get(place.name, place.name)] = None
+            leaf = self._leaves.get(place.name, place.name)
+            for span in range(first, last):
+                if marks[span] == NONFINITE and not found.get(leaf):
+                    begin = place.begin + (span - first) * SPAN_BYTES
+                    found[leaf] = has_nan(self.marks[span], image[begin : min(begin + SPAN_BYTES, place.end)])
             first = last
-        return tuple(found)
+        return found
 
     def _is_trained(self, name: str) -> bool:
         library = self._libraries.get(name)

@@ -84,6 +84,14 @@ class MarkedParts(list[memoryview]):
                 self.marks[number] = NONFINITE if ((numbers & numbers.dtype.type(mask)) == mask).any() else 0
 
 
+def has_nan(mark: int, part: memoryview) -> bool:
+    """**Pure.** Returns whether one of the floating-point numbers of a part is nan; `mark` is that of `FLOAT_MARKS`."""
+    numpy: Any = import_module("numpy")
+    kind, infinity = _EXPONENTS[mark]
+    numbers = numpy.frombuffer(part, kind)
+    return bool(((numbers & numpy.iinfo(kind).max // 2) > infinity).any())  # Without the sign.
+
+
 def digest_parts(parts: Sequence[memoryview]) -> list[str]:
     """**Pure.** Returns the digest of each part; without the interpreter's lock, if that is possible."""
     native = find_native()

@@ -142,6 +142,7 @@ class PartRecord(msgspec.Struct, frozen=True, omit_defaults=True):
         object_set: The digest of its objects.
         nonfinite: The first leaves that are not finite here and not exempt.
         nonfinite_count: How many there are.
+        exempt: At the run's first checkpoint, those that are to be exempt.
         blocked_seconds, background_seconds: How long it took, as in `PartsWritten`.
     """
 
@@ -156,6 +157,7 @@ class PartRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     object_set: ObjectSetDigest = ObjectSetDigest()
     nonfinite: tuple[str, ...] = ()
     nonfinite_count: int = 0
+    exempt: tuple[str, ...] = ()
     blocked_seconds: float = 0.0
     background_seconds: float = 0.0
 

@@ -25,7 +25,7 @@ from holdfast.errors import ClusterError, HoldfastError, NotFoundError, PeerErro
 from holdfast.events import Diverged, PartsWritten, Sink, Warned
 from holdfast.format.digests import seal
 from holdfast.format.names import StepName
-from holdfast.format.records import Base, Manifest, Reference
+from holdfast.format.records import MAX_EXEMPT, Base, Manifest, Reference, choose_exempt
 from holdfast.process.worker_pool import WorkerPool
 from holdfast.save.handle import LeftOutError, Origin, SaveRequest
 from holdfast.save.image import Snapshot, Staging
@@ -180,24 +180,27 @@ class JointRunWriter(CheckpointWriter):
             object_set=digest_objects(snapshot),
         )
         return self._own.open_files(
-            snapshot, name, request, pool, lambda receipts: msgspec.json.encode(self._make_part(save, receipts))
+            snapshot, name, request, pool, lambda receipts: msgspec.json.encode(self._make_part(save, receipts, name))
         )
 
-    def _make_part(self, save: _JointSave, receipts: Receipts) -> PartRecord:
-        found = self._find_nonfinite(receipts)
+    def _make_part(self, save: _JointSave, receipts: Receipts, name: StepName) -> PartRecord:
+        found, exempt = receipts.nonfinite or {}, self._exempt_of(receipts, name)
+        bad = [leaf for leaf in found if leaf not in exempt]
         return save.make_part(
             receipts.workers[0],
             receipts.references,
             receipts.features,
             values=receipts.values,
-            nonfinite=tuple(found[:_MOST_NONFINITE]),
-            nonfinite_count=len(found),
+            nonfinite=tuple(bad[:_MOST_NONFINITE]),
+            nonfinite_count=len(bad),
+            exempt=tuple(sorted(exempt)[:MAX_EXEMPT]) if self._own.exempt is None else (),
             blocked_seconds=receipts.blocked_seconds,
             background_seconds=receipts.background_seconds,
         )
 
-    def _find_nonfinite(self, receipts: Receipts) -> list[str]:
-        return [leaf for leaf in receipts.nonfinite or () if leaf not in (self._own.exempt or ())]
+    def _exempt_of(self, receipts: Receipts, name: StepName) -> frozenset[str]:
+        exempt = self._own.exempt
+        return choose_exempt(receipts.nonfinite or {}, name.step) if exempt is None else exempt
 
     def commit(
         self, receipts: Receipts, name: StepName, metrics: Mapping[str, float], metadata: Mapping[str, Any]
@@ -207,12 +210,12 @@ class JointRunWriter(CheckpointWriter):
         A crash of the leader after the publication leaves a whole checkpoint that no other worker knows of.
         """
         save, holding = self._current(), self._holding
-        protocol, manifest, own = save.protocol, None, self._make_part(save, receipts)
+        protocol, manifest, own = save.protocol, None, self._make_part(save, receipts, name)
         if self._peers.is_leader:
             manifest = self._commit_all([own, *protocol.collect_parts()], name, metrics, metadata)
         else:
             text = protocol.hand_in(own, holding)
-            self._own.note_committed(self._find_nonfinite(receipts))
+            self._own.note_committed(self._exempt_of(receipts, name))
             if text and self.copier is not None:
                 manifest = self.copier.keep_manifest(name, text)
         self._has_compared = self._has_compared or save.compares
@@ -403,6 +406,7 @@ def put_together(parts: Sequence[PartRecord]) -> Receipts:
         for name, (leaves, size_bytes) in sorted(sums.items())
     )
     features = {feature for part in parts for feature in part.features}
-    nonfinite = tuple(sorted({leaf for part in parts for leaf in part.nonfinite}))
+    nonfinite = {leaf: False for part in parts for leaf in part.exempt}
+    nonfinite |= {leaf: True for part in parts for leaf in part.nonfinite}
     count = max(part.nonfinite_count for part in parts)
     return Receipts(tuple(part.worker for part in parts), references, tuple(features), "", nonfinite, count)
