@@ -183,9 +183,10 @@ after each of three epochs; or two batches before it begins. One interruption sp
         ("jax", ["fewer steps than batches", "dataset", "loader"]),
         pytest.param(
             "tensorflow",
-            ["unshuffled", "shuffled in batches", "weighted", "fewer steps than batches", "pipeline, repeated"],
+            ["unshuffled", "shuffled in batches", "weighted"],
             marks=NEEDS_TENSORFLOW,
         ),
+        pytest.param("tensorflow", ["fewer steps than batches", "pipeline, repeated"], marks=NEEDS_TENSORFLOW),
         pytest.param("tensorflow", ["pipeline that counts", "pipeline with a cache"], marks=NEEDS_TENSORFLOW),
         pytest.param(
             "tensorflow", ["pipeline of a generator", "generator", "pipeline with a cache file"], marks=NEEDS_TENSORFLOW

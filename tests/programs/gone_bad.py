@@ -4,8 +4,8 @@
 
 The batch of that number is the bad one on that worker. LOOP is how batches are taken: `steps`, `epochs` or `own`. It
 saves each third step. Where training has STEP complete steps, COUNT batches are drawn and left out; none is bad then.
-It prints the step, the digest of all that it ends with, and where it has gone back to. KILLED=step kills it at that
-step once it has gone back, and KILLED=going kills it while it goes back.
+It prints the step, the digest of all that it ends with, where it has gone back to, and in what repeated steps agree.
+KILLED=step kills it at that step once it has gone back, and KILLED=going kills it while it goes back.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import holdfast
-from holdfast.events import Event, Restored, WitnessDiffers
+from holdfast.events import Event, Restored, WitnessAgreed, WitnessDiffers
 
 
 def train(
@@ -57,11 +57,14 @@ def train(
         loader = holdfast.ResumableDataLoader(data, batch_size=6, seed=2, rank=rank, world_size=world_size)
         objects["loader"] = loader
     back: list[int] = []
+    agreed: list[str] = []
     drawn = 0
 
     def see(event: Event) -> None:
         if isinstance(event, WitnessDiffers):
             back.append(-1)
+        if isinstance(event, WitnessAgreed):
+            agreed.append(event.what)
         if isinstance(event, Restored):
             back.append(event.step)
             if killed == "going":
@@ -128,7 +131,7 @@ def train(
     values = [*model.state_dict().values(), torch.get_rng_state()]
     values += [value for one in optimizer.state_dict()["state"].values() for value in one.values()]
     digest = hashlib.sha256(b"".join(value.numpy().tobytes() for value in values)).hexdigest()
-    return {"step": run.step, "digest": digest, "back": back, "drawn": drawn}
+    return {"step": run.step, "digest": digest, "back": back, "drawn": drawn, "agreed": agreed}
 
 
 if __name__ == "__main__":

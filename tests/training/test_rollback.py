@@ -81,7 +81,7 @@ def test_a_run_that_went_back_is_as_one_without_these_batches(
 def test_a_kill_does_not_bring_the_bad_batches_back(tmp_path: Path, loop: str, killed: str) -> None:
     arguments = ["rollback", str(STEPS), "0", "11", loop]
     with Workers(tmp_path) as workers:
-        kill = {"KILLED": "going" if killed == "going" else "9"}
+        kill = {"KILLED": "going" if killed == "going" else "11"}
         command = python(PROGRAM, tmp_path / "run", *arguments)
         workers.start(command, kill, preloaded.TrainingPopen)
         assert workers.wait(PATIENCE_SECONDS) == [-9], workers.report(0)
@@ -94,6 +94,7 @@ def test_a_kill_does_not_bring_the_bad_batches_back(tmp_path: Path, loop: str, k
             went = re.search(r"to step (\d+), without (\d+) batch", workers.errors(0))
             assert went is not None
             target, count = map(int, went.groups())
+            assert found["agreed"] == ["data"]
         else:
             # The newest step is the bad one: the next start goes back at once, and goes on at the place in the data.
             target, count = 9, newest - 9 + (loop != "steps")

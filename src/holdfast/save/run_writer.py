@@ -434,7 +434,10 @@ class RunWriter(CheckpointWriter):
                 self.check_valid()
             raise
         self._undecided -= {name}
-        self.note_committed(manifest.exempt or frozenset())
+        if self.exempt is None:
+            self.exempt = frozenset(() if manifest.nonfinite is None else manifest.nonfinite.exempt)
+        if self._incremental is not None:
+            self._incremental.mark_committed()
         return manifest
 
     def _keep_image(

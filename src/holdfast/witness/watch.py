@@ -60,7 +60,7 @@ class Witness:
         self.process = 0
         self._logs: list[BatchLog] = []
         self._undo: list[Callable[[], object]] = []
-        self._early: list[Callable[[], None]] = []  # What is to be followed once this begins.
+        self._more: list[Callable[[], None]] = []  # What is to be followed each time that this begins.
         self._loss: float | Callable[[], float | None] | None = None
         self._pending: deque[tuple[StepRecord, Callable[[], float | None] | None]] = deque()
         self._ring = Ring(storage, worker.rank)
@@ -121,9 +121,9 @@ class Witness:
         self._repetition.is_least = self._repetition.reached not in done
         for path, obj, adapter in list_members(objects):
             if adapter.follow_batches is not None:
-                self.follow(path, partial(adapter.follow_batches, obj), partial(adapter.facts_of_batches, obj))
-        while self._early:
-            self._early.pop(0)()
+                self._follow(path, partial(adapter.follow_batches, obj), partial(adapter.facts_of_batches, obj))
+        for follow in self._more:
+            follow()
 
     def follow(
         self,
@@ -131,7 +131,8 @@ class Witness:
         follow: Callable[[Callable[[Any], None]], Callable[[], object] | None],
         facts: Callable[[], object],
     ) -> None:
-        """Follows what gives batches, from the beginning or from now on, until the end.
+        """Follows what gives batches besides the saved objects, from the beginning or from now on, and each time that
+        this begins again.
 
         Args:
             name: Its name, for people.
@@ -139,9 +140,16 @@ class Witness:
                 if that is impossible, or done already.
             facts: See `BatchLog`.
         """
-        if not self.process:
-            self._early.append(partial(self.follow, name, follow, facts))
-            return
+        self._more.append(partial(self._follow, name, follow, facts))
+        if self.process:
+            self._more[-1]()
+
+    def _follow(
+        self,
+        name: str,
+        follow: Callable[[Callable[[Any], None]], Callable[[], object] | None],
+        facts: Callable[[], object],
+    ) -> None:
         log = BatchLog(name, facts)
         if (undo := follow(partial(self._see, log))) is not None:
             self._undo.append(undo)
