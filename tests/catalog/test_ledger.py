@@ -14,6 +14,7 @@ import msgspec
 import pytest
 
 import preloaded
+from command_line import call, call_json
 from holdfast.catalog import StoredRun
 from holdfast.catalog.ledger import sum_up
 from holdfast.events import Clocked, Committed, PartsWritten
@@ -73,6 +74,7 @@ def test_times_sum_to_those_from_the_first_start_to_the_last_record() -> None:
     first, second, third = times.starts
     assert (first.train, first.lost, first.away) == (20.0, 0.0, 0.0)
     assert (second.lost, second.away, second.train, second.is_whole) == (5.0, 11.0, 30.0, True)
+    assert [one.end for one in times.starts] == ["died", "left", "died, or goes on"]
     assert (third.lost, third.away) == (0.0, 26.0)
     assert sum(times.shares) == 114.0
     assert times.save_seconds == 0.5
@@ -225,6 +227,31 @@ def test_an_evaluation_in_a_block_does_not_count_as_training(tmp_path: Path, mon
     assert sum(sum_up(StoredRun(LocalStorage(tmp_path / "run")).read_journal(Clocked)).shares) == pytest.approx(
         start.ended_at_unix_seconds - start.begun_at_unix_seconds, abs=0.001
     )
+
+
+FAILS = """
+import holdfast
+with holdfast.resumable("run", state={}, save_every=100) as run:
+    for step in run.steps(20):
+        if step == 3:
+            raise ValueError("<b>loss</b> is odd\\nand more")
+"""
+
+
+def test_starts_that_failed_before_their_first_save_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for _ in range(2):
+        done = subprocess.run([sys.executable, "-c", FAILS], capture_output=True, text=True, check=False)
+        assert done.returncode == 1, done.stderr
+    times = sum_up(StoredRun(LocalStorage(tmp_path / "run")).read_journal())
+    assert [(one.step, one.is_whole, one.end) for one in times.starts] == [
+        (3, False, "failed: ValueError: <b>loss</b> is odd")
+    ] * 2
+    assert "failed: ValueError: <b>loss</b> is odd" in call("stats", "run", "--starts").stdout
+    page = Path(call_json("report", "run", "-o", "page.html")["file"]).read_text()
+    assert "failed: ValueError: &lt;b&gt;loss&lt;/b&gt; is odd" in page
+    refusal = call("list", "run").stderr
+    assert "A job has started there and has not saved yet" in refusal
 
 
 def test_a_run_without_times_says_so(tmp_path: Path) -> None:

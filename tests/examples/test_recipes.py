@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import io
 import os
 import re
@@ -244,7 +245,7 @@ def test_bars_begin_at_the_resumed_step(tmp_path: Path) -> None:
     seen = []
     for end in (3, 5, 8):
         with hf.resumable(tmp_path, state=[1.0], quiet=True, preemption="off") as run:
-            if end == 8:
+            if end == 8 and "completed" in inspect.signature(track).parameters:  # Not in older versions of rich.
                 seen += list(track(run.steps(end), total=end, completed=run.step, disable=True))
                 continue
             bar = tqdm(run.steps(end), total=end, initial=run.step, file=io.StringIO())

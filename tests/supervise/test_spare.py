@@ -106,6 +106,17 @@ def test_a_module_that_makes_it_unfit_is_named(installed: Path, code: str, cause
         assert one.state["cause"].startswith(cause)
 
 
+def test_a_module_that_an_import_writes_is_taken_and_may_be_removed(installed: Path) -> None:
+    """As by PyTorch 2.6 with DDP: each process removes its directory as it ends."""
+    Path("train.py").write_text("import writes; print(writes.made.VALUE)")
+    code = "import sys, tempfile\nplace = tempfile.TemporaryDirectory()\nsys.path.append(place.name)\n"
+    install(installed, "writes", f"{code}open(place.name + '/made.py', 'w').write('VALUE = 3')\nimport made")
+    with spare(installed, names("writes"), "train.py") as one:
+        assert one.state["ready"], one.state
+        for _ in range(2):
+            assert one.fork()["lines"] == ["3\n"]
+
+
 def test_a_file_that_changes_is_noticed_at_the_next_start(installed: Path) -> None:
     Path("train.py").write_text("import changing; print(changing.VALUE)")
     install(installed, "changing", "VALUE = 1")

@@ -237,9 +237,9 @@ class FreshLook:
 
     def look(self, objects: Mapping[str, object]) -> list[str]:
         """Returns the warnings at a save, each once; after a look that takes long, the next saves go without."""
-        begun_at = time.monotonic()
-        if begun_at < self._rests_until_at:
+        if time.monotonic() < self._rests_until_at:
             return []
+        begun_at = time.thread_time()  # A look that waits for the processor costs no more than another one.
         looks, layouts = _list_looks(objects)
         if self._first is None:
             self._first, self._names, self._layouts = looks, {*objects}, layouts
@@ -264,9 +264,9 @@ class FreshLook:
                     f"{path} is saved as {now or 'another value'}, and the program began with "
                     f"{then or 'no such thing'}. A restart that begins so is refused: {_ADVICE[kind]}"
                 )
-        ended_at = time.monotonic()
-        if ended_at - begun_at > _SHORT_SECONDS:
-            self._rests_until_at = ended_at + _RESTS * (ended_at - begun_at)
+        spent = time.thread_time() - begun_at
+        if spent > _SHORT_SECONDS:
+            self._rests_until_at = time.monotonic() + _RESTS * spent
         return texts
 
 

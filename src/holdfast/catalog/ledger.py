@@ -45,7 +45,8 @@ class StartTimes(NamedTuple):
         first_step: How many steps were complete when it began.
         step: How many were complete at its last record.
         repeated_steps: How many of them were done before.
-        is_whole: True if it was left; False if it died, or goes on.
+        is_whole: True if it was left without an error; False if it died or failed, or goes on.
+        end: How it ended, for people.
     """
 
     begun_at_unix_seconds: float
@@ -64,6 +65,7 @@ class StartTimes(NamedTuple):
     step: int
     repeated_steps: int
     is_whole: bool
+    end: str
 
 
 class TimeShares(NamedTuple):
@@ -178,8 +180,8 @@ def sum_up(events: Iterable[Event]) -> RunTimes:
         elif isinstance(event, PartsWritten):
             parts.append(event)
     starts: list[StartTimes] = []
-    for _, event in sorted(newest.items()):
-        starts.append(_describe(event, starts[-1] if starts else None))
+    for begun_at, event in sorted(newest.items()):
+        starts.append(_describe(event, starts[-1] if starts else None, is_newest=begun_at == max(newest)))
     deaths = [(one, after) for one, after in pairwise(starts) if not one.is_whole]
     returns = [after.away + after.setup + after.restore for _, after in deaths]
     observed = sum(one.ended_at_unix_seconds - one.begun_at_unix_seconds + one.lost for one in starts)
@@ -215,7 +217,7 @@ def _sum_up_workers(saves: Iterable[PartsWritten]) -> tuple[WorkerTimes, ...]:
     )
 
 
-def _describe(event: Clocked, before: StartTimes | None) -> StartTimes:
+def _describe(event: Clocked, before: StartTimes | None, *, is_newest: bool) -> StartTimes:
     """**Pure.** Describes one start, and the gap before it."""
     away = lost = again = 0.0
     # The first step imports and compiles: what it takes longer than others is a part of the set-up.
@@ -230,6 +232,7 @@ def _describe(event: Clocked, before: StartTimes | None) -> StartTimes:
         unrecorded = min(max(event.first_step + event.repeated_steps - before.step, 0), event.repeated_steps)
         lost = min(unrecorded * pace, away)
         again = min((event.repeated_steps - unrecorded) * pace, train)
+    end = "left" if event.is_last else "died, or goes on" if is_newest else "died"
     return StartTimes(
         begun_at_unix_seconds=event.begun_at_unix_seconds,
         ended_at_unix_seconds=event.at_unix_seconds,
@@ -247,5 +250,6 @@ def _describe(event: Clocked, before: StartTimes | None) -> StartTimes:
         first_step=event.first_step,
         step=event.step,
         repeated_steps=event.repeated_steps,
-        is_whole=event.is_last,
+        is_whole=event.is_last and not event.error,
+        end=f"failed: {event.error}" if event.error else end,
     )

@@ -45,6 +45,7 @@ from holdfast.restore.verify import open_step
 from holdfast.storage import Entry, LocalStorage, Storage, open_storage
 from holdfast.storage.checks import plain_path
 from holdfast.storage.tiers import Tiers
+from holdfast.witness.ring import FOLDER
 
 MOST_LOOKS: Final = 30
 """Most tries at finding the newest checkpoint: a running job may remove the one that was found."""
@@ -188,7 +189,9 @@ def belongs_to_run(entry: Entry) -> bool:
     """**Pure.** True if a directory with this entry is the directory of a run."""
     name = entry.name
     return entry.is_directory and (
-        name == GENERATIONS_DIRECTORY or name.startswith(TRASH_PREFIX) or parse_step_directory(name) is not None
+        name in (GENERATIONS_DIRECTORY, FOLDER)  # The latter is there once a job has trained.
+        or name.startswith(TRASH_PREFIX)
+        or parse_step_directory(name) is not None
     )
 
 

@@ -532,20 +532,19 @@ class Leaving(Event, frozen=True):
 
 
 class Clocked(Event, frozen=True):
-    """The time that a start of the run has spent so far, by phases: recorded after each commit, and at its end.
+    """The time that a start of the run has spent so far, by phases: after each commit, and at its end.
 
     Attributes:
         begun_at_unix_seconds: When the process began. The sums are those of worker 0 since then.
         setup_seconds, restore_seconds: All before the restore, such as imports; and the restore.
-        train_seconds: Steps, and the program's own code.
-        data_seconds: Waits for data, as far as holdfast sees them.
+        train_seconds, data_seconds: Steps, and the program's own code; waits for data, as far as holdfast sees them.
         save_seconds: The time for which saves stopped training.
         leave_seconds: The end, with the last save.
         first_step, step: How many steps were complete when it began, and how many are now.
         first_step_seconds: The part of `train_seconds` until the first of them was complete; 0 if it is not known.
         repeated_steps: How many of those that it has done an earlier start had done, too.
         is_last: True if the run was left, and is not to be expected to go on.
-        evaluate_seconds: Evaluations that are marked.
+        evaluate_seconds, error: Evaluations that are marked; the error that ended training, in a line.
     """
 
     begun_at_unix_seconds: float
@@ -561,6 +560,7 @@ class Clocked(Event, frozen=True):
     is_last: bool = False
     evaluate_seconds: float = 0.0
     first_step_seconds: float = 0.0
+    error: str = ""
 
     def __str__(self) -> str:
         whole = time_text(self.at_unix_seconds - self.begun_at_unix_seconds)

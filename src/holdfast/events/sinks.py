@@ -368,7 +368,8 @@ _ENDS_SAVES: Final = frozenset({errno.ENOENT, errno.ENOSPC, errno.EDQUOT, errno.
 
 
 class RunJournal:
-    """**Thread-safe.** Writes events into a run's directory once this process has opened a generation there.
+    """**Thread-safe.** Writes events into a run's directory once this process has opened a generation there, or has
+    trained.
 
     Earlier events (a restore, for example) wait until then, so that a process that only reads leaves no trace. If the
     file cannot be written, one warning says so: saves and restores don't need it.
@@ -385,9 +386,9 @@ class RunJournal:
         self._lock = threading.Lock()
 
     def __call__(self, event: Event) -> None:
-        """Writes the event, or keeps it until a generation is opened."""
+        """Writes the event, or keeps it until one comes that begins the journal."""
         with self._lock:
-            if self._waiting is not None and not isinstance(event, GenerationOpened):
+            if self._waiting is not None and not isinstance(event, GenerationOpened | Clocked):
                 self._waiting.append(event)
                 return
             waiting, self._waiting = self._waiting or (), None

@@ -97,8 +97,8 @@ def _render_tiles(facts: RunFacts) -> str:
     tiles = {
         "starts": f"{len(facts.times.starts):,}",
         "from the first start to the last record": time_text(whole),
-        "training": f"{(shares.train + shares.data) / whole:.1%}" if whole else "unknown",
-        "stopped by saves": f"{shares.save / whole:.2%}" if whole else "unknown",
+        WORDS["train"]: f"{shares.train / whole:.1%}" if whole else "unknown",
+        WORDS["save"]: f"{shares.save / whole:.2%}" if whole else "unknown",
         "saves": f"{len(facts.saves):,}",
         "checkpoints": f"{len(living):,}, {size_text(sum(one.size_bytes for one in living))}",
     }
@@ -170,13 +170,14 @@ def _list_starts(starts: Sequence[StartTimes], first: int) -> str:
             f"{one.repeated_steps:,}",
             time_text(one.setup + one.restore),
             time_text(one.train + one.evaluate + one.data),
-            time_text(one.away + one.lost),
-            "left" if one.is_whole else "died, or goes on",
+            time_text(one.lost),
+            time_text(one.away),
+            one.end,
         ]
         for number, one in enumerate(starts, first)
     ]
-    titles = ["start", "begun", "from step", "to step", "repeated", "until trained", "trained", "lost before", "end"]
-    return _table(titles, rows, figures=range(2, 8))
+    titles = ["start", "begun", "from step", "to step", "repeated", "until trained", "trained"]
+    return _table([*titles, WORDS["lost"], "away before", "end"], rows, figures=range(2, 9))
 
 
 def _render_metrics(facts: RunFacts) -> Iterable[str]:

@@ -88,6 +88,16 @@ def main(channel: int, record: str, left_out: list[str], program: list[Any]) -> 
         run(served, spare.noted)
 
 
+def _is_written_since(moment_ns: int, file: str) -> bool:
+    """True if a file was written after a moment, by this user."""
+    try:
+        facts = Path(file).stat()
+    except OSError:
+        return False
+    # File systems round times.
+    return facts.st_uid == os.geteuid() and facts.st_mtime_ns > moment_ns - 10_000_000
+
+
 class Spare:
     """The modules that are imported here, and the state that they were imported in.
 
@@ -111,11 +121,13 @@ class Spare:
             What forbids it; None if nothing does.
         """
         roots, before, given = find_roots(), dict(os.environ), dict(os.environ)
+        begun_at_ns, generated = time.time_ns(), set[str]()
         streams = [os.dup(number) for number in (1, 2)]
         with Path(os.devnull).open("wb") as nowhere:
             for number in (1, 2):
                 os.dup2(nowhere.fileno(), number)
         set_path(program)
+        paths = frozenset(sys.path)
         if not program.is_module:
             sys.modules["__main__"].__file__ = str(Path(program.target).absolute())
         plain = os.environ._data  # type: ignore[attr-defined]
@@ -131,8 +143,12 @@ class Spare:
                 self.noted.append(ImportNote("", one.environment) if is_left_out else one)
             for name, module in [*sys.modules.items()]:
                 file = str(getattr(module, "__file__", None) or "")
-                if name not in _MAIN and Path(file).is_absolute() and not is_installed(module, roots):
+                if name in _MAIN or not Path(file).is_absolute() or is_installed(module, roots):
+                    continue
+                # Some packages write modules as they are imported, such as PyTorch 2.6, in a directory of the process.
+                if str(Path(file).parent) in paths or not _is_written_since(begun_at_ns, file):
                     return Poison(name, f"{name} is not an installed package, but was imported by one")
+                generated.add(file)
         finally:
             plain.clear()
             plain.update(os.environ._data)  # type: ignore[attr-defined]
@@ -148,6 +164,8 @@ class Spare:
         os.environ.update(before)
         for module in [*sys.modules.values()]:
             with suppress(OSError, TypeError, AttributeError):
+                if module.__file__ in generated:
+                    continue  # The first program that ends removes it.
                 facts = Path(module.__file__).stat()  # type: ignore[arg-type]
                 self._files[str(module.__file__)] = (facts.st_mtime_ns, facts.st_size)
         gc.collect()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Final
 
 from holdfast.cluster.failure_detector import find_start
 from holdfast.events.kinds import Clocked, Committed, Event, Leaving
@@ -14,6 +14,8 @@ from holdfast.supervise.board import BETWEEN, COMMIT, COPY, DATA, EVALUATE, LEAV
 
 if TYPE_CHECKING:
     from holdfast.manager import CheckpointManager
+
+_MOST_LETTERS: Final = 200
 
 
 class Ledger:
@@ -48,16 +50,19 @@ class Ledger:
         if isinstance(event, Committed | Leaving):
             self.record(is_last=isinstance(event, Leaving))
 
-    def end(self) -> None:
-        """Records the sums for the last time."""
-        self.record(is_last=True)
+    def end(self, error: BaseException | None = None) -> None:
+        """Records the sums for the last time, and the error by which training ended."""
+        text = ""
+        if isinstance(error, Exception):  # An interrupt, or an exit, is none.
+            text = f"{type(error).__name__}: {error}".partition("\n")[0][:_MOST_LETTERS]
+        self.record(is_last=True, error=text)
         self._emit = None
 
-    def record(self, *, is_last: bool = False) -> None:
+    def record(self, *, is_last: bool = False, error: str = "") -> None:
         """Emits the sums so far."""
         self._has_saved = self._has_saved or not is_last
-        if self._emit is None or not self._has_saved:
-            return  # Without a save there is no journal.
+        if self._emit is None or not (self._has_saved or error):
+            return  # It has only looked at the run.
         now, spent = time.time(), self._read_spent()
         restore, data, saves, leaving = spent[RESTORE], spent[DATA], spent[COPY] + spent[COMMIT], spent[LEAVING]
         evaluations = spent[EVALUATE]
@@ -79,6 +84,7 @@ class Ledger:
                 step=done,
                 repeated_steps=max(min(self._reached, done) - first, 0),
                 is_last=is_last,
+                error=error,
                 first_step_seconds=self._read_first(),
             )
         )

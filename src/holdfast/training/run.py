@@ -524,7 +524,7 @@ class Run:
     def _end_badly(self, error: BaseException) -> None:
         """Ends the run after an error: the failed step may have changed some state, so only earlier saves count."""
         cause = self._guard.fail(error)
-        self._watchdog.ledger.end()
+        self._watchdog.ledger.end(error)
         if not self._guard.leaving and not self._guard.inbox.gave_up:
             self.manager.__exit__(type(error), error, error.__traceback__)
         if cause is not None:

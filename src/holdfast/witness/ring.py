@@ -23,7 +23,7 @@ import xxhash
 from holdfast.storage import Storage
 
 SLOTS: Final = 4096
-_SIGN_SECONDS: Final = 1.0
+_SIGN_SECONDS: Final = 0.05
 FOLDER: Final = "witness"
 DATA, LOSS = 1, 2
 _FIELDS: Final = struct.Struct("<QIIIIIIQd8x")
@@ -80,7 +80,7 @@ class Repetition:
         repeated: The steps that were compared and do not differ, each with what was known of it both times.
         why: Why something was not compared; empty if all was.
         reached: The last step that had been done before; 0 if that is not known.
-        is_least: True if more steps may have been done: only a sign that is given once a second is known of them.
+        is_least: True if more steps may have been done: only a sign that is given now and then is known of them.
     """
 
     expected: dict[int, StepRecord] = field(default_factory=dict)
@@ -131,7 +131,7 @@ class Ring:
             os.pwrite(self._descriptor, body + check, record.step % SLOTS * _BYTES)
 
     def sign(self, step: int) -> None:
-        """Notes how far training has come, and when, of steps without a record; at most once a second."""
+        """Notes how far training has come, and when, of steps without a record; at most twenty times a second."""
         if (now := time.time()) < self._sign_at:
             return
         self._sign_at = now + _SIGN_SECONDS

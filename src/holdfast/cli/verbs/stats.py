@@ -46,7 +46,7 @@ def command(report: Report, run: str, shows_starts: bool) -> None:
     if not times.starts:
         report.error = NoCheckpointError(
             f"{target.location} has recorded no times",
-            hint="A run of holdfast.resumable or of a framework records them, from its first commit on.",
+            hint="A run of holdfast.resumable or of a framework records them at its first commit, or when it fails.",
         )
         return
     whole = sum(times.shares)
@@ -76,7 +76,7 @@ def _start_columns() -> list[Column[StartTimes]]:
         Column("repeated", lambda one: one.repeated_steps, COUNT, may_go=3),
         *(_make_seconds_column(name, 2) for name in ("away", "lost", "setup", "restore", "train")),
         *(_make_seconds_column(name, 4) for name in ("evaluate", "data", "save", "leave")),
-        Column("end", lambda one: "left" if one.is_whole else "died, or goes on"),
+        Column("end", lambda one: one.end),
     ]
 
 
