@@ -76,7 +76,7 @@ class Figures(NamedTuple):
 
     Attributes:
         total: From the first step to the end.
-        useful: The steps that were not done again, at the pace of steps where nothing is saved.
+        useful: The steps that were not done again, at the pace of this turn: the median of all but first steps.
         again: The steps that were done again, at that pace.
         back: From each death to the first new step.
         read: Each restore, after the first start.
@@ -97,14 +97,13 @@ def read_steps(notes: str) -> list[tuple[float, int]]:
     return [(float(at), int(words[0])) for at, kind, *words in lines if kind == "step"]
 
 
-def read_notes(notes: str, deaths: list[float], end: float, pace: float) -> Figures:
+def read_notes(notes: str, deaths: list[float], end: float) -> Figures:
     """**Pure.** Sums up what the programs of one way have noted, from the first of these deaths on.
 
     Args:
         notes: Their file.
         deaths: When they were killed.
         end: When the turn was over.
-        pace: How long a step takes where nothing is saved.
     """
     steps = read_steps(notes)
     lines = [line.split() for line in notes.splitlines()]
@@ -112,7 +111,10 @@ def read_notes(notes: str, deaths: list[float], end: float, pace: float) -> Figu
     furthest = max(step for at, step in steps if at <= deaths[0])
     counted = [step for at, step in steps if at > deaths[0]]
     done = len({step for step in counted if step > furthest})
-    back = [min((at for at, _ in steps if at > death), default=end) - death for death in deaths]
+    first = [min((at for at, _ in steps if at > death), default=end) for death in deaths]
+    back = [at - death for at, death in zip(first, deaths, strict=True)]
+    # The pace of a machine is another one from minute to minute; in most steps of a turn nothing is saved.
+    pace = median(later - at for (at, _), (later, _) in pairwise(steps) if later not in first)
     return Figures(end - deaths[0], done * pace, (len(counted) - done) * pace, back, reads)
 
 
@@ -151,24 +153,6 @@ def compare(
     return {name: (seconds / wall, recorded[name] / wall) for name, seconds in noted.items()}
 
 
-def measure_pace(place: Path, width: int, seconds: float) -> float:
-    """**Blocks.** Returns how long a step takes where nothing is saved and nothing is killed, in the median."""
-    notes = place / "notes-none"
-    notes.touch()
-    process = subprocess.Popen(
-        [sys.executable, _PROGRAM, "none", place, notes, str(width)], env=_make_environment(place)
-    )
-    try:
-        _wait_step(notes, process, 0)
-        time.sleep(seconds)
-    finally:
-        process.kill()
-        process.wait()
-    steps = read_steps(notes.read_text())
-    notes.unlink()
-    return median(later - at for (at, _), (later, _) in pairwise(steps))
-
-
 def _make_environment(place: Path, workers: int = 1) -> dict[str, str]:
     # Without the last one, a restart by torchrun 2.13 may find addresses of dead workers.
     own = {
@@ -179,7 +163,7 @@ def _make_environment(place: Path, workers: int = 1) -> dict[str, str]:
     return os.environ | own | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
 
 
-def play(way: Way, place: Path, width: int, lives: list[float], pace: float) -> Figures:
+def play(way: Way, place: Path, width: int, lives: list[float]) -> Figures:
     """**Blocks.** Lets one way train, and kills it after each of these times from its first step."""
     place.mkdir()
     lives = [*islice(cycle(lives), way.unmeasured), *lives]
@@ -211,7 +195,7 @@ def play(way: Way, place: Path, width: int, lives: list[float], pace: float) -> 
     finally:
         process.send_signal(signal.SIGTERM)
         process.wait()
-    figures = read_notes(notes.read_text(), deaths[way.unmeasured :], end, pace)
+    figures = read_notes(notes.read_text(), deaths[way.unmeasured :], end)
     if way.workers > 1 or way.kind in ("torch", "dcp"):
         return figures
     times = sum_up(StoredRun(LocalStorage(place / "run")).read_journal(*TIMED))
@@ -243,8 +227,6 @@ def render(found: dict[str, list[Figures]]) -> str:
         useful, again = (sum(getattr(one, field) for one in turns) / total for field in ("useful", "again"))
         away = sum(back) / total
         shares = [f"{share:.0%}" for share in (useful, away, again, 1 - useful - away - again)]
-        if WAYS[name].workers > 1:
-            shares = [""] * len(shares)  # The pace is that of one worker.
         words = [WAYS[name].title, f"{median(back):.2f} s ({max(back):.2f} s)", f"{median(read):.2f} s", *shares]
         lines.append(f"| {' | '.join(words)} |")
     return "\n".join(lines)
@@ -278,9 +260,7 @@ def main(scale: float, rounds: int, kills: int, ways: tuple[str, ...], seed: int
             lives = [15 * scale * dice.uniform(0.7, 1.3) for _ in range(kills)]
             for name in in_turn(found, number):
                 folder, width = Path(place, f"{name}-{number}"), max(int(_WIDTH * scale**0.5), 16)
-                # The machine is not the same from minute to minute.
-                pace = measure_pace(Path(place), width, 10 * scale)
-                figures = play(WAYS[name], folder, width, lives, pace)
+                figures = play(WAYS[name], folder, width, lives)
                 shutil.rmtree(folder)
                 found[name].append(figures)
                 click.echo(

@@ -1,6 +1,6 @@
 """A training program that is killed: `program.py WAY DIRECTORY NOTES WIDTH`. It notes times in a file, in each start.
 
-WAY is `none` (nothing is saved), `holdfast`, `overlap` (with an overlapped copy), `auto` (that, at the intervals of
+WAY is `holdfast`, `overlap` (with an overlapped copy), `auto` (that, at the intervals of
 `Auto`), `memory` (kept in memory as well), `memory-overlap` (both), `torch` or `dcp`. With several workers each has the
 whole model, and the first one notes.
 """
@@ -11,7 +11,6 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -46,9 +45,6 @@ def main(way: str, directory: Path, notes: Path, width: int) -> None:
             note("step", step)
 
     trained = model if workers == 1 else torch.nn.parallel.DistributedDataParallel(model)
-    if way == "none":
-        for step in count():
-            train(step)
     if way in ("holdfast", "overlap", "auto", "memory", "memory-overlap"):
         _train_resumable(way, directory, model, optimizer, train, note)
     else:

@@ -15,12 +15,12 @@ def test_a_turn_is_summed_up_from_the_notes() -> None:
         "0.0 begun 9", "0.5 read 0.1", "1.0 step 0", "2.0 step 1", "3.0 step 2",
         "4.0 begun 9", "4.5 read 0.2", "5.0 step 2", "6.0 step 3", "7.0 step 4",
     ]  # fmt: skip
-    found = read_notes("\n".join(notes), [3.5], 8.5, 0.9)
+    found = read_notes("\n".join(notes), [3.5], 8.5)
     assert found.total == 5.0
-    assert (found.useful, found.again) == (1.8, 0.9)
+    assert (found.useful, found.again) == (2.0, 1.0)
     assert found.back == [1.5]
     assert found.read == [0.2]
-    assert "| 1.50 s (1.50 s) | 0.20 s | 36% | 30% | 18% | 16% |" in render({next(iter(WAYS)): [found]})
+    assert "| 1.50 s (1.50 s) | 0.20 s | 40% | 30% | 20% | 10% |" in render({next(iter(WAYS)): [found]})
 
 
 def test_a_turn_is_compared_with_what_the_run_has_recorded() -> None:
@@ -52,5 +52,5 @@ def test_a_turn_is_compared_with_what_the_run_has_recorded() -> None:
     }  # fmt: skip
     assert sum(recorded for name, (_, recorded) in shares.items() if name != "in all") == shares["in all"][1] == 1.0
     way = next(iter(WAYS))
-    turn = read_notes("\n".join(notes), [4.5], 8.0, 1.0)._replace(shares=shares)
+    turn = read_notes("\n".join(notes), [4.5], 8.0)._replace(shares=shares)
     assert "| in all | 100.00% | 100.00% | 0.00 points |" in render_shares({way: [turn]})
