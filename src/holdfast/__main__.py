@@ -19,8 +19,10 @@ def main() -> None:
         from holdfast.supervise import client
 
         client.run_script(sys.argv[2], sys.argv[3:])
-    from holdfast.cli.main import main as run_verb
-
+    try:
+        from holdfast.cli.main import main as run_verb
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
     run_verb()
 
 

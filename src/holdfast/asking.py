@@ -11,7 +11,7 @@ from msgspec.structs import asdict
 
 from holdfast.catalog import StoredRun, find_owner
 from holdfast.catalog.openers import has_ended, is_locked, is_of_this_machine
-from holdfast.catalog.requests import COMMANDS, Command, Reply, RequestBox, RunRequest, name_asker
+from holdfast.catalog.requests import COMMANDS, REQUESTS_DIRECTORY, Command, Reply, RequestBox, RunRequest, name_asker
 from holdfast.errors import (
     HoldfastError,
     NotRunningError,
@@ -104,6 +104,9 @@ class _Asking:
         finally:
             with suppress(HoldfastError):
                 self._box.remove(self._name)
+            if self._generation == 0 and (place := self._storage.location) is not None:
+                with suppress(OSError):
+                    (place / REQUESTS_DIRECTORY).rmdir()  # It may be no run.
         if reply.outcome == "declined":
             hint = "Ask again, if you mean the job that runs now."
             raise OtherGenerationError(f"{self._storage.url}: {reply.problem}", hint=hint)
@@ -165,7 +168,7 @@ class _Asking:
     def _hint_of_silence(self) -> str:
         return (
             "It saves at the end of the step, if that comes, whether or not anyone waits for it. Wait longer with "
-            "timeout_seconds (--timeout). If it hangs, the directory `hangs` in the run may have its stacks."
+            "--timeout (timeout_seconds= in Python). If it hangs, the directory `hangs` in the run may have its stacks."
         )
 
     def _describe_last(self) -> str:

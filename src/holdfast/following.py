@@ -163,6 +163,7 @@ class Follower(Iterator[Followed]):
     def _restore(self, name: StepName, checkpoint: Checkpoint) -> Restoration:
         only = [*checkpoint.objects]
         with CheckpointManager(self._reader.storage, checkpoint, cluster="alone", reserve_bytes=0) as manager:
+            manager.lineage.restored_by = "follow(...)"
             restored = manager.restore(name.step, only=only, strict=self._strict)
         if restored is None or restored.name != name:
             raise NotFoundError(f"{name} is no longer in the current lineage")

@@ -6,7 +6,8 @@ import signal
 
 import pytest
 
-from holdfast.supervise.restarts import End, LastError, Options, decide
+from holdfast.preemption.config import EXIT_RESTART
+from holdfast.supervise.restarts import PREEMPTED, End, LastError, Options, decide
 
 CRASH = LastError("ValueError at train.py:12", "ValueError: boom")
 KILLED = -int(signal.SIGKILL)
@@ -15,6 +16,10 @@ KILLED = -int(signal.SIGKILL)
 def end(code: int = 1, step: int | None = 10, *, seconds: float = 100.0, saved: int = -1, text: str = "boom") -> End:
     failure = LastError(f"ValueError at train.py:{text}", f"ValueError: {text}") if code == 1 else LastError()
     return End(code, step, seconds, saved, "", failure)
+
+
+def test_the_code_of_a_preempted_program_is_that_with_which_a_run_leaves() -> None:
+    assert PREEMPTED == EXIT_RESTART
 
 
 @pytest.mark.parametrize("code", [0, 42, 74, 130])

@@ -176,7 +176,8 @@ def write_json(stream: TextIO, verb: str | None, fields: dict[str, Any]) -> None
         context.meta[_HAS_DOCUMENT] = True
     document = {"holdfast": verb, "version": DOCUMENT_VERSION, **fields}
     document.setdefault("error", None)
-    json.dump(document, stream, indent=2, ensure_ascii=True, allow_nan=False)
+    # Among the lines of `follow` an error is a line, too.
+    json.dump(document, stream, indent=None if verb == "follow" else 2, ensure_ascii=True, allow_nan=False)
     stream.write("\n")
 
 

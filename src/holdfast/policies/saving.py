@@ -137,7 +137,7 @@ class AnySave(_SavePolicy, msgspec.Struct, frozen=True):
                 raise UsageError(
                     f"{policy!r} is not a save policy",
                     hint="Combine save policies (Steps, Seconds, Epochs, Auto) with each other, "
-                    "and retention policies (Latest, EveryN, EveryHours, Best, Newer) with each other.",
+                    "and retention policies (Latest, LastGood, EveryN, EveryHours, Best, Newer, All) with each other.",
                 )
             flat.extend(policy.policies if isinstance(policy, AnySave) else (policy,))
         msgspec.structs.force_setattr(self, "policies", tuple(flat))

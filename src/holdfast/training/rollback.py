@@ -109,7 +109,7 @@ class Rollbacks:
         A kill before that commit leaves the run as it was; one after it, what training goes on from.
 
         Raises:
-            NotFiniteError: If no step is good, or this one was gone back to twice.
+            NotFiniteError: If no checkpoint is finite, or this one was gone back to twice.
             NoCheckpointError: If there is no such step.
             UsageError: If the place in the data cannot be moved.
             RolledBackError: In a framework, when all is done: a new process goes on.
@@ -119,7 +119,7 @@ class Rollbacks:
         self.check_data()
         target, before = self._choose(order)
         if target is None:
-            raise self.make_error_together(f"{order.cause}, and no step is good", step)
+            raise self.make_error_together(f"{order.cause}, and there is no finite checkpoint to go back to", step)
         if before >= _MOST_ROLLBACKS:
             text = f"{order.cause}; training has gone back to step {target} twice, and it came to this again"
             raise self.make_error_together(text, target)

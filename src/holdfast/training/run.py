@@ -261,7 +261,7 @@ class Run:
 
         Raises:
             UsageError: If batches come from an iterator of the program's own.
-            NotFiniteError: At the end of the step, if no step is good, or this is the third time for one step.
+            NotFiniteError: At the end of the step, if no checkpoint is finite, or this is the third time for one step.
             NoCheckpointError: At the end of the step, if there is no such step.
             RolledBackError: In a framework, at the end of the step: a new process goes on from the step.
         """

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
 from dataclasses import asdict, dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +60,7 @@ class _CommandLine(click.Command):
 @click.command("follow", cls=_CommandLine)
 @click.option("--every", is_flag=True, help="Each checkpoint in order, and not the newest one only.")
 @click.option(
-    "--max-behind", type=click.IntRange(min=0), default=3, metavar="N",
+    "--max-behind", type=click.IntRange(min=0), metavar="N",
     help="With --every, keep up to N checkpoints that wait for the command; 3 by default.",
 )  # fmt: skip
 @click.option(
@@ -71,7 +73,13 @@ class _CommandLine(click.Command):
 @click.argument("run", metavar="RUN", type=RunPath(takes_step=False))
 @click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="[-- COMMAND...]")
 def command(
-    every: bool, max_behind: int, name: str | None, idle: float | None, as_json: bool, run: str, words: tuple[str, ...]
+    every: bool,
+    max_behind: int | None,
+    name: str | None,
+    idle: float | None,
+    as_json: bool,
+    run: str,
+    words: tuple[str, ...],
 ) -> None:
     """Run a command for the newest checkpoint of a run, and again for each that comes later.
 
@@ -83,10 +91,20 @@ def command(
     holdfast follow runs/gpt -- python evaluate.py --step {step}
     holdfast follow runs/gpt --every --idle 1h -- holdfast export {run}@{step} out/{step} --to safetensors
     """  # noqa: D301 - click wants the character.
+    if words and as_json:
+        raise UsageError("--json is for lines, and a command is given", hint="Leave out --json, or the command.")
+    if max_behind is not None and not every:
+        raise UsageError("without --every none waits: only the newest checkpoint is read", hint="Add --every.")
+    for word in words:
+        for found in re.findall(r"\{([a-z]+)\}", word):
+            near = get_close_matches(found, _Line.__slots__)
+            if near and found not in _Line.__slots__:
+                raise UsageError(f"{{{found}}} in the command is not replaced", hint=f"Did you mean {{{near[0]}}}?")
     if name is None:
         name = make_reader_name(Path(words[0]).stem, "\0".join([str(every), *words])) if words else ""
     notes, failed = make_notes(), 0
-    with follow(run, every=every, max_behind=max_behind, name=name, timeout_seconds=idle) as checkpoints:
+    most = 3 if max_behind is None else max_behind
+    with follow(run, every=every, max_behind=most, name=name, timeout_seconds=idle) as checkpoints:
         for checkpoint in checkpoints:
             line = _Line(checkpoint.step, checkpoint.generation, run, checkpoint.directory)
             if not words:

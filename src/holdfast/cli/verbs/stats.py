@@ -112,8 +112,8 @@ def _make_document(url: str, times: RunTimes) -> dict[str, Any]:
 @verb("report")
 @click.argument("run", metavar="RUN", type=RunPath(takes_step=False))
 @click.option(
-    "-o", "--output", metavar="FILE", type=click.Path(dir_okay=False, path_type=Path),
-    help="Where to write it; by default a file in the current directory that is named for the run.",
+    "-o", "--output", metavar="FILE", type=click.Path(dir_okay=False, allow_dash=True, path_type=Path),
+    help="Where to write it, or - for the output; by default a file in this directory that is named for the run.",
 )  # fmt: skip
 @takes_tiers
 def write_report(report: Report, run: str, output: Path | None, tiers: tuple[str, ...]) -> None:
@@ -125,6 +125,11 @@ def write_report(report: Report, run: str, output: Path | None, tiers: tuple[str
     """
     target = find_run(run, tiers)
     facts = read_facts(target.storage, target.location)
+    if output == Path("-"):
+        if report.is_json:
+            raise UsageError("--json and -o - both write to the output", hint="Leave out one of them.")
+        click.echo(render_page(facts))
+        return
     name = "".join(letter if letter.isalnum() or letter in "-_." else "-" for letter in PurePath(target.location).name)
     path = output if output is not None else Path(f"{name.strip('.') or 'run'}-report.html")
     part = path.with_name(f".{path.name}.{os.getpid()}")
