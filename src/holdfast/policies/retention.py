@@ -74,8 +74,8 @@ class AnyKeeps(_RetentionPolicy, msgspec.Struct, frozen=True):
             if not isinstance(policy, RetentionPolicy):
                 raise UsageError(
                     f"{policy!r} is not a retention policy",
-                    hint="Combine retention policies (Latest, LastGood, EveryN, EveryHours, Best, Newer, All) with each "
-                    "other, and save policies (Steps, Seconds, Epochs, Auto) with each other.",
+                    hint="Combine retention policies (Latest, LastGood, EveryN, EveryHours, Best, Newer, All) with "
+                    "each other, and save policies (Steps, Seconds, Epochs, Auto) with each other.",
                 )
             flat.extend(policy.policies if isinstance(policy, AnyKeeps) else (policy,))
         msgspec.structs.force_setattr(self, "policies", tuple(flat))
