@@ -291,6 +291,27 @@ def test_a_command_is_run_for_each_step(tmp_path: Path) -> None:
     assert "Write the command after `--`: -- python evaluate.py" in refused.stderr
 
 
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["--json", "--", "echo", "{step}"], "a command is given"),
+        (["--max-behind", "2"], "Add --every."),
+        (["--", "echo", "{stepp}"], "Did you mean {step}?"),
+    ],
+)
+def test_what_would_be_ignored_is_refused(tmp_path: Path, words: list[str], text: str) -> None:
+    save(tmp_path, 1)
+    refused = holdfast("follow", tmp_path, "--idle", "100ms", *words)
+    assert refused.returncode == 2
+    assert text in refused.stderr
+
+
+def test_braces_that_are_none_of_ours_stay_in_the_command(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    words = ["--", "sh", "-c", "steps={step}; echo ${steps} {x} {name}"]
+    assert holdfast("follow", tmp_path, "--idle", "100ms", *words).stdout == "1 {x} {name}\n"
+
+
 def test_wrong_arguments_and_objects_are_named(tmp_path: Path) -> None:
     save(tmp_path, 1)
     with pytest.raises(UsageError, match="name must be letters"):

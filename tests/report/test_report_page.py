@@ -97,6 +97,14 @@ def test_the_page_of_a_run_says_what_happened_and_runs_nothing(run: str) -> None
     assert sum(tag == "rect" for tag, _ in page.tags) > 6
 
 
+def test_the_page_is_written_to_the_output_for_a_dash(run: str) -> None:
+    command = [sys.executable, "-m", "holdfast", "report", run, "-o", "-"]
+    page = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert page.startswith("<!doctype html>")
+    assert page.rstrip().endswith("</html>")
+    assert not Path("-").exists()
+
+
 def test_a_notebook_shows_the_run_in_a_frame_of_its_own(tmp_path: Path) -> None:
     with hf.resumable(tmp_path / "run", w=np.zeros(3), save_every=5, quiet=True, preemption="off") as run:
         for _ in run.steps(10):

@@ -96,7 +96,7 @@ def command(
     if max_behind is not None and not every:
         raise UsageError("without --every none waits: only the newest checkpoint is read", hint="Add --every.")
     for word in words:
-        for found in re.findall(r"\{([a-z]+)\}", word):
+        for found in re.findall(r"(?<!\$)\{([a-z]+)\}", word):
             near = get_close_matches(found, _Line.__slots__)
             if near and found not in _Line.__slots__:
                 raise UsageError(f"{{{found}}} in the command is not replaced", hint=f"Did you mean {{{near[0]}}}?")
