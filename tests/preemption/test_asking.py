@@ -250,7 +250,7 @@ def test_a_job_does_nothing_that_was_withdrawn_before_it_was_heard(tmp_path: Pat
         assert len(list(source.look())) == (not is_withdrawn)
 
 
-def test_a_directory_that_is_no_run_is_left_as_it_was(tmp_path: Path) -> None:
+def test_asking_in_a_wrong_directory_changes_nothing_there(tmp_path: Path) -> None:
     with pytest.raises(NotRunningError):
         hf.ask(tmp_path, "status")
     assert list(tmp_path.iterdir()) == []
